@@ -1,0 +1,55 @@
+# make demo: install, then train a small GPT on the XLA engine.   make test: install, then test.
+# Both keep stamps under .venv, so that a repeat does only what has changed.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TESTED := $(VENV)/.tested
+PYTHON ?= $(shell for p in python3.11 python3; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+TESTS_READ := $(shell find funcacc tests docs examples README.md pyproject.toml \
+  -name __pycache__ -prune -o -print 2>/dev/null)
+
+export PJRT_DEVICE ?= CPU
+
+.PHONY: help install demo test retest lint format clean
+
+help:
+	@echo 'make demo     train a small GPT on the XLA engine (under 5 minutes), into runs/demo'
+	@echo 'make test     run the tests, unless they passed and nothing has changed since'
+	@echo 'make retest   run the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make lint     ruff and mypy;  make format: let ruff rewrite;  make clean: remove .venv'
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints/xla.txt
+	@test -n '$(PYTHON)' || { echo 'funcacc needs Python 3.10 or newer (python3.11 or python3)' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints/xla.txt -e '.[xla,hf,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/funcacc train --engine xla --out runs/demo --resume $(DEMO_ARGS)
+
+test: $(TESTED)
+	@echo 'The tests passed for the files as they are; "make retest" runs them again.'
+
+$(TESTED): $(INSTALLED) $(TESTS_READ)
+	$(BIN)/python -m pytest
+	@touch $@
+
+retest: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,233 @@
+"""Windows: what one optimizer step consumes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcacc import trees
+from funcacc.errors import BatchError
+from funcacc.types import PyTree, TensorSpec
+
+
+class Window:
+    """K microbatches as one tree, and how many of them are real.
+
+    A registered tree node.
+
+    Attributes:
+        tree: leaves have a leading axis of K, the capacity.
+        count: how many of the K are there, 1 <= count <= K: an ``int`` or an integer
+            0-d tensor. Rows past it are never read.
+
+    Example:
+        >>> import torch, funcacc
+        >>> funcacc.stack([{"x": torch.zeros(2)}, {"x": torch.ones(2)}])
+        Window(capacity=2, count=2, {"['x']": float32[2,2]})
+    """
+
+    __slots__ = ("count", "tree")
+
+    def __init__(self, tree: PyTree, count: int | Tensor | None = None) -> None:
+        self.tree = tree
+        self.count: int | Tensor = self.capacity if count is None else count
+
+    @property
+    def capacity(self) -> int:
+        """K: the length of the leading axis.
+
+        Raises:
+            BatchError: when the leaves disagree about it, or there are none.
+        """
+        leaves, _ = trees.flatten(self.tree)
+        if not leaves:
+            raise BatchError("a window needs at least one tensor; its tree has no leaves")
+        sizes = {}
+        for path, leaf in zip(trees.paths(self.tree, "window"), leaves, strict=True):
+            if not leaf.ndim:
+                raise BatchError(f"{path} is 0-d; each leaf of a window has a leading axis of K")
+            sizes[path] = int(leaf.shape[0])
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{p}: {n}" for p, n in sizes.items())
+            raise BatchError(f"the leaves of a window have different leading axes: {listed}")
+        return next(iter(sizes.values()))
+
+    def __repr__(self) -> str:
+        """Capacity, count and the specs of the leaves."""
+        leaves, _ = trees.flatten(self.tree)
+        specs = {
+            p: str(TensorSpec.of(x))
+            for p, x in zip(trees.paths(self.tree, ""), leaves, strict=True)
+        }
+        body = ", ".join(f'"{p}": {s}' for p, s in specs.items())
+        return f"Window(capacity={self.capacity}, count={self.count}, {{{body}}})"
+
+
+trees.register_node(
+    Window,
+    lambda w: ((w.tree, w.count), None, ("tree", "count")),
+    lambda _, children: Window(*children),
+)
+
+
+def _tensor(leaf: Any, path: str) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        if leaf.dtype.kind in "OUSM":
+            raise BatchError(f"{path} is a NumPy array of {leaf.dtype}; turn it into numbers")
+        return torch.from_numpy(np.ascontiguousarray(leaf))
+    if isinstance(leaf, (bool, int, float)):
+        return torch.tensor(leaf)
+    raise BatchError(
+        f"{path} is a {type(leaf).__name__}; a microbatch holds tensors, NumPy arrays and "
+        "numbers: take it out, or close over it in the loss function"
+    )
+
+
+def stack(microbatches: Iterable[PyTree]) -> Window:
+    """Stack microbatches into a window.
+
+    Args:
+        microbatches: trees of tensors, NumPy arrays or numbers, equal in structure,
+            shapes and dtypes.
+
+    Returns:
+        A window whose capacity and count are their number.
+
+    Raises:
+        BatchError: when there are none or they disagree; the message names the
+            microbatch, the leaf and both sides.
+    """
+    items = list(microbatches)
+    if not items:
+        raise BatchError("a window of 0 microbatches; give at least 1")
+    _, spec = trees.flatten(items[0])
+    rows = [_checked_leaves(item, i, items[0], spec) for i, item in enumerate(items)]
+    return Window(trees.unflatten(spec, [torch.stack(column) for column in zip(*rows, strict=True)]))
+
+
+def _checked_leaves(item: PyTree, i: int, first: PyTree, spec: trees.TreeSpec) -> list[Tensor]:
+    leaves, own = trees.flatten(item)
+    root = f"microbatch[{i}]"
+    if own != spec:
+        raise BatchError(
+            f"{root} has another structure than microbatch[0]:\n"
+            + trees.describe_difference(first, item, root)
+        )
+    tensors = [_tensor(x, p) for x, p in zip(leaves, trees.paths(item, root), strict=True)]
+    for t, x, p in zip(tensors, trees.flatten(first)[0], trees.paths(item, root), strict=True):
+        want, got = TensorSpec.of(_tensor(x, p)), TensorSpec.of(t)
+        if want != got:
+            raise BatchError(
+                f"{p} is {got}, but in microbatch[0] it is {want}; all microbatches of a window "
+                "need equal shapes and dtypes: pad, or drop the last batch of the loader"
+            )
+    return tensors
+
+
+def as_window(batches: Any) -> Window:
+    """What a user gave as `batches`, as a window.
+
+    Raises:
+        BatchError: for a bare tuple, dict or tensor, which could be one batch or several.
+    """
+    if isinstance(batches, Window):
+        capacity = batches.capacity
+        if isinstance(batches.count, int) and not 1 <= batches.count <= capacity:
+            raise BatchError(
+                f"the window's count is {batches.count}, but its capacity is {capacity}; "
+                f"give 1 <= count <= {capacity}"
+            )
+        return batches
+    if isinstance(batches, (list, Iterator)):
+        return stack(batches)
+    raise BatchError(
+        f"batches is a {type(batches).__name__}, which may mean one batch or several microbatches; "
+        "write [batch] for one microbatch, or funcacc.split(batch, n) to cut it into n"
+    )
+
+
+def split(batch: PyTree, num_microbatches: int) -> Window:
+    """Cut one batch into microbatches along the first axis of each leaf.
+
+    Microbatch i takes rows i, i + n, i + 2n, ...: a batch whose rows are spread over
+    devices stays spread the same way in every microbatch.
+
+    Args:
+        batch: tree of tensors or arrays, each of shape ``[B, ...]``.
+        num_microbatches: n; must divide B.
+
+    Returns:
+        A window of n microbatches of B / n rows.
+
+    Raises:
+        BatchError: when n doesn't divide B, naming both.
+    """
+    n = num_microbatches
+    if n < 1:
+        raise BatchError(f"num_microbatches is {n}; give at least 1")
+    leaves, spec = trees.flatten(batch)
+    if not leaves:
+        raise BatchError("the batch has no leaves to split")
+    paths = trees.paths(batch, "batch")
+    tensors = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]
+    for t, p in zip(tensors, paths, strict=True):
+        if not t.ndim:
+            raise BatchError(f"{p} is 0-d, so it has no batch axis to split")
+        if t.shape[0] != tensors[0].shape[0]:
+            raise BatchError(
+                f"{p} has {t.shape[0]} rows, but {paths[0]} has {tensors[0].shape[0]}"
+            )
+        if t.shape[0] % n or not t.shape[0]:
+            raise BatchError(
+                f"{p} has {t.shape[0]} rows, which don't divide into {n} microbatches; "
+                "choose a divisor, or pad the batch"
+            )
+    cut = [t.reshape(t.shape[0] // n, n, *t.shape[1:]).transpose(0, 1) for t in tensors]
+    return Window(trees.unflatten(spec, cut))
+
+
+def windows(loader: Iterable[PyTree], size: int) -> Iterator[Window]:
+    """Group the microbatches of a loader into windows.
+
+    Equals::
+
+        while microbatches := list(itertools.islice(loader, size)):
+            yield stack(microbatches)
+
+    except that the last, shorter window has the same capacity and a smaller `count`, so
+    that nothing is dropped and nothing is compiled again.
+
+    Args:
+        loader: any iterable of microbatches.
+        size: K.
+
+    Raises:
+        BatchError: when `size` < 1, or microbatches disagree.
+    """
+    if size < 1:
+        raise BatchError(f"the window size is {size}; give at least 1")
+    return _windows(iter(loader), size)
+
+
+def _windows(source: Iterator[PyTree], size: int) -> Iterator[Window]:
+    while items := list(itertools.islice(source, size)):
+        yield _padded(items, size)
+
+
+def _padded(items: Sequence[PyTree], size: int) -> Window:
+    full = stack(items)
+    missing = size - len(items)
+    if not missing:
+        return full
+
+    def pad(t: Tensor) -> Tensor:
+        return torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
+
+    return Window(trees.map_tree(pad, full.tree), len(items))

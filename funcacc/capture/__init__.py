@@ -1,0 +1,1 @@
+"""User code to `Graph`: tracing on fake tensors, random operations, clean-up passes."""

@@ -1,0 +1,192 @@
+"""The conditions under which user code is traced.
+
+User code runs on fake CPU tensors whatever device the model is on, so that every engine
+gets the same program. Two modes and a few patches make that invisible to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
+
+from funcacc.capture.random import RandomOperations
+from funcacc.errors import CaptureError, user_line
+
+_CPU = torch.device("cpu")
+_FACTORIES = _device_constructors()
+_MOVES = {torch.Tensor.cuda, getattr(torch.Tensor, "xla", torch.Tensor.cuda)}
+_HOST_ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__}
+
+
+def host_read_message(what: str, where: str) -> str:
+    """The wording for code that needs a number which only the device has."""
+    return (
+        f"{what} at {where} reads a value on the host, which a step compiled once can't do: "
+        "the value differs from call to call. Keep it a tensor: use torch.where instead of "
+        "`if`, and return the tensor as aux instead of calling .item()"
+    )
+
+
+class UserTensors(TorchFunctionMode):
+    """Lets user code mix the traced tensors with real ones and with any device's name."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.lifted: dict[int, tuple[Tensor, Tensor]] = {}
+        self.origin: dict[int, Tensor] = {}
+
+    def lift(self, real: Tensor) -> Tensor:
+        """The traced stand-in of a tensor that user code closed over."""
+        if id(real) not in self.lifted:
+            with _disable_current_modes(), self.fake_mode:
+                fake = torch.empty(real.shape, dtype=real.dtype)
+            self.lifted[id(real)] = (real, fake)
+            self.origin[id(fake)] = real
+        return self.lifted[id(real)][1]
+
+    def admit(self, x: Any) -> Any:
+        """`x`, with stand-ins for the real tensors in it."""
+        if isinstance(x, Tensor):
+            foreign = not isinstance(x, FakeTensor) and not (
+                torch._C._functorch.is_functorch_wrapped_tensor(x)
+            )
+            return self.lift(x) if foreign else x
+        if isinstance(x, (list, tuple)):
+            return type(x)(*map(self.admit, x)) if hasattr(x, "_fields") else type(x)(
+                map(self.admit, x)
+            )
+        return x
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func` with stand-ins for real tensors, on the CPU."""
+        kwargs = {k: self.admit(v) for k, v in (kwargs or {}).items()}
+        if func not in _FACTORIES:
+            args = tuple(self.admit(a) for a in args)
+        if func in _HOST_ARRAYS:
+            raise CaptureError(host_read_message(f".{func.__name__}()", user_line()))
+        if func in _MOVES:
+            return args[0]
+        if "device" in kwargs or func in _FACTORIES:
+            kwargs["device"] = _CPU
+        elif func is torch.Tensor.to:
+            args = (args[0], *(_CPU if _is_device(a) else a for a in args[1:]))
+        return func(*args, **kwargs)
+
+
+def _is_device(x: Any) -> bool:
+    return isinstance(x, (torch.device, str))
+
+
+class Tracing:
+    """One capture, with those around it that it is nested in.
+
+    Attributes:
+        fake_mode: shared by nested captures, so that an inner one may close over the
+            tensors of an outer one.
+        tensors: what user code closed over so far.
+        random: where random numbers come from.
+    """
+
+    def __init__(self, outer: Tracing | None) -> None:
+        self.fake_mode = (
+            outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
+        )
+        self.tensors = UserTensors(self.fake_mode)
+        self.random = RandomOperations()
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.items: list[Tracing] = []
+
+
+_stack = _Stack()
+
+
+def current() -> Tracing | None:
+    """The innermost capture of this thread, if one is under way."""
+    return _stack.items[-1] if _stack.items else None
+
+
+def _random_state() -> Tensor:
+    tracing = current()
+    assert tracing is not None
+    return tracing.random.source("torch.get_rng_state()").get_state()
+
+
+def _set_random_state(state: Tensor) -> None:
+    tracing = current()
+    assert tracing is not None
+    tracing.random.source("torch.set_rng_state()").set_state(state)
+
+
+def _portable_autocast(init: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu", *args, **kwargs)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def _surrounding_autocast(device_type: str) -> Iterator[None]:
+    """Carry the caller's autocast over to the CPU, where the trace runs."""
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+        yield
+
+
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    """What of the caller's autocast state a trace depends on."""
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+@contextlib.contextmanager
+def tracing(device_type: str = "cpu") -> Iterator[Tracing]:
+    """Set the conditions for one capture.
+
+    Args:
+        device_type: where the model really is, for the caller's autocast state.
+    """
+    outer = current()
+    here = Tracing(outer)
+    with contextlib.ExitStack() as stack:
+        if outer:
+            stack.enter_context(_disable_current_modes())
+        else:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(_surrounding_autocast(device_type))
+            stack.enter_context(torch.enable_grad())
+            # transformers (and others) leave their host reads out of a compiled program.
+            stack.enter_context(
+                mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+            )
+            # Checkpointing rewinds the generator by these two before it recomputes.
+            stack.enter_context(mock.patch.object(torch, "get_rng_state", _random_state))
+            stack.enter_context(mock.patch.object(torch, "set_rng_state", _set_random_state))
+            autocast = torch.amp.autocast_mode.autocast
+            stack.enter_context(
+                mock.patch.object(autocast, "__init__", _portable_autocast(autocast.__init__))
+            )
+            # Both would pick kernels of the CPU that other devices lack.
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)
+        _stack.items.append(here)
+        stack.callback(_stack.items.pop)
+        stack.enter_context(here.fake_mode)
+        yield here

@@ -1,0 +1,85 @@
+"""Which ATen operations are written out in terms of simpler ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+aten = torch.ops.aten
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation from means, with PyTorch's unbiased running variance.
+
+    Engines disagree on the running variance of their own kernels, and the
+    operator's schema hides its update of the running statistics.
+    """
+    dims = [d for d in range(x.ndim) if d != 1]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    if training:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        var, mean = torch.var_mean(wide, dims, correction=0)
+        invstd = torch.rsqrt(var + eps)
+        count = x.numel() // x.shape[1]
+        if running_mean is not None:
+            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+        if running_var is not None:
+            unbiased = var * (count / max(count - 1, 1))
+            running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+        saved = mean, invstd
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, invstd = running_mean, torch.rsqrt(running_var + eps)
+        saved = x.new_empty(0), x.new_empty(0)
+    out = (x - mean.view(shape)) * invstd.view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(x.dtype), *saved
+
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The table: core ATen, with batch normalisation written out."""
+    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    table.update(
+        get_decompositions(
+            [
+                aten.native_batch_norm_backward,
+                aten.native_layer_norm_backward,
+                aten.native_group_norm,
+                aten.native_group_norm_backward,
+                aten.nll_loss_forward,
+                aten.nll_loss_backward,
+                aten._softmax_backward_data,
+                aten._log_softmax_backward_data,
+                aten.embedding_dense_backward,
+                aten.addcmul,
+                aten.addcdiv,
+                aten.lerp,
+                aten.std,
+                aten.var,
+            ]
+        )
+    )
+    # Engines have these as they are, and better than in pieces.
+    for name in (aten.embedding_dense_backward.default, aten.lift_fresh_copy.default):
+        table.pop(name, None)
+    table[aten.native_batch_norm.default] = _batch_norm
+    return table

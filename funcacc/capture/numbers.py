@@ -1,0 +1,144 @@
+"""Host numbers that are inputs of a graph: hyperparameters traced as 0-d tensors.
+
+An optimizer is written for Python floats: it compares them, takes square roots, passes
+them as ``alpha=``. Traced as tensors they become inputs of the program. Questions about
+their value (``if weight_decay != 0``) are answered from the value at hand and
+remembered as guards: when an answer changes, the graph is traced again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from funcacc.capture.context import host_read_message
+from funcacc.errors import CaptureError, user_line
+
+_Expr = Callable[[Sequence[float]], Any]
+
+
+class Guard(NamedTuple):
+    """An answer that a graph was traced with: ``question(numbers) == answer``."""
+
+    question: _Expr
+    answer: Any
+    depends: frozenset[int]
+
+
+class _Known(NamedTuple):
+    tensor: Tensor
+    value: Any
+    question: _Expr
+    depends: frozenset[int]
+
+
+_TO_HOST: dict[Any, Callable[[Any], Any]] = {
+    Tensor.__bool__: bool,
+    Tensor.__float__: float,
+    Tensor.__int__: int,
+    Tensor.__index__: operator.index,
+}
+_ALPHA = {
+    Tensor.add: torch.add, Tensor.add_: Tensor.add_, torch.add: torch.add,
+    Tensor.sub: torch.sub, Tensor.sub_: Tensor.sub_, torch.sub: torch.sub,
+}  # fmt: skip
+_ADDC = {
+    Tensor.addcmul: (torch.add, torch.mul), Tensor.addcmul_: (Tensor.add_, torch.mul),
+    torch.addcmul: (torch.add, torch.mul), Tensor.addcdiv: (torch.add, torch.div),
+    Tensor.addcdiv_: (Tensor.add_, torch.div), torch.addcdiv: (torch.add, torch.div),
+}  # fmt: skip
+_LERP = {Tensor.lerp, Tensor.lerp_, torch.lerp}
+
+
+class HostNumbers(TorchFunctionMode):
+    """Traces code that computes with host numbers as if they were tensors.
+
+    Args:
+        tensors: 0-d tensors of the trace.
+        values: what each is now.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], values: Sequence[float]) -> None:
+        super().__init__()
+        self.guards: list[Guard] = []
+        self._known: dict[int, _Known] = {}
+        for i, (t, v) in enumerate(zip(tensors, values, strict=True)):
+            self._known[id(t)] = _Known(t, v, operator.itemgetter(i), frozenset({i}))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer questions, rewrite calls that take numbers only, follow known values."""
+        kwargs = kwargs or {}
+        if func is Tensor.item:
+            return args[0]
+        if func in _TO_HOST:
+            return self._answer(func, args[0])
+        rewritten = _with_tensor_numbers(func, args, kwargs)
+        if rewritten is not None:
+            return rewritten
+        result = func(*args, **kwargs)
+        self._follow(func, args, kwargs, result)
+        return result
+
+    def _answer(self, func: Any, tensor: Tensor) -> Any:
+        known = self._known.get(id(tensor))
+        to_host = _TO_HOST[func]
+        if known is None:
+            try:
+                return func(tensor)
+            except Exception as e:
+                name = f"{to_host.__name__}()"
+                raise CaptureError(host_read_message(name, user_line())) from e
+        answer = to_host(known.value)
+        guard = Guard(lambda numbers: to_host(known.question(numbers)), answer, known.depends)
+        self.guards.append(guard)
+        return answer
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the host value of a result that depends on known numbers only."""
+        if not isinstance(result, Tensor) or result.ndim or kwargs:
+            return
+        operands = [self._known.get(id(a), a) for a in args]
+        known = [o for o in operands if isinstance(o, _Known)]
+        if not known or any(isinstance(o, (Tensor, list, tuple)) and not isinstance(o, _Known)
+                            for o in operands):
+            return
+        value = _on_host(func, [o.value if isinstance(o, _Known) else o for o in operands])
+
+        def question(numbers: Sequence[float]) -> Any:
+            return _on_host(
+                func, [o.question(numbers) if isinstance(o, _Known) else o for o in operands]
+            )
+
+        depends = frozenset().union(*(o.depends for o in known))
+        self._known[id(result)] = _Known(result, value, question, depends)
+
+
+def _on_host(func: Any, operands: list[Any]) -> Any:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        tensors = [
+            torch.tensor(o, dtype=torch.float64) if isinstance(o, float) else o for o in operands
+        ]
+        first = tensors[0]
+        if not isinstance(first, Tensor):
+            tensors[0] = torch.tensor(first)
+        return func(*tensors).item()
+
+
+def _with_tensor_numbers(func: Any, args: Any, kwargs: Any) -> Any:
+    """The call with a tensor in place of a Python number, where torch wants the number."""
+    if func in _ALPHA and isinstance(kwargs.get("alpha"), Tensor):
+        return _ALPHA[func](args[0], args[1] * kwargs["alpha"])
+    if func in _ADDC and isinstance(kwargs.get("value"), Tensor):
+        add, combine = _ADDC[func]
+        return add(args[0], combine(kwargs["value"] * args[1], args[2]))
+    if func in _LERP:
+        weight = args[2] if len(args) > 2 else kwargs["weight"]
+        if isinstance(weight, Tensor) and weight.dtype != args[0].dtype:
+            return func(args[0], args[1], weight.to(args[0].dtype))
+    return None

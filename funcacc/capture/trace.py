@@ -1,0 +1,126 @@
+"""`capture`: run user code once on fake tensors and keep what it did as a `Graph`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+)
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from funcacc.capture import context, passes
+from funcacc.capture.decompositions import decompositions
+from funcacc.capture.graph import Graph, find
+from funcacc.capture.ops import call, loop
+from funcacc.errors import CaptureError, user_line
+from funcacc.types import TensorSpec
+
+_HOST_READS = (DataDependentOutputException, GuardOnDataDependentSymNode)
+
+
+def capture(
+    fn: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[TensorSpec],
+    names: Sequence[str],
+    *,
+    device_type: str = "cpu",
+) -> Graph:
+    """Trace ``fn(tracing, *tensors) -> tensors`` into a pure graph.
+
+    Everything that runs inside becomes part of the graph: autograd, in-place
+    operations (which end as pure ones), random operations (on the key that `fn` sets by
+    ``tracing.random.drawing_from``). Tensors that `fn` closes over become inputs.
+
+    Args:
+        fn: called once, with a `Tracing` and one fake tensor for each input.
+        inputs: shapes and dtypes.
+        names: a path for each input.
+        device_type: device of the caller's autocast state.
+
+    Returns:
+        The graph.
+
+    Raises:
+        CaptureError: for code that can't be part of a pure graph, with the user's line.
+    """
+    with context.tracing(device_type) as tracing:
+        fakes = [torch.empty(s.shape, dtype=s.dtype) for s in inputs]
+
+        def traced(*tensors: Tensor) -> list[Tensor]:
+            with tracing.tensors, tracing.random:
+                # Returned tensors may be real ones that user code merely passed on.
+                return [tracing.tensors.admit(t).detach() for t in fn(tracing, *tensors)]
+
+        try:
+            with torch.fx.traceback.preserve_node_meta():
+                first = make_fx(traced, decomposition_table=decompositions())(*fakes)
+        except _HOST_READS as e:
+            where = user_line(e.__traceback__)
+            raise CaptureError(context.host_read_message("the code", where)) from e
+        except DynamicOutputShapeException as e:
+            raise CaptureError(
+                f"{e.func} at {user_line(e.__traceback__)} has an output whose shape depends on "
+                "values, which a program compiled once can't have. Use a form with a fixed shape: "
+                "torch.where(mask, x, 0) instead of x[mask]"
+            ) from e
+        except UnsupportedFakeTensorException as e:
+            raise CaptureError(f"{user_line(e.__traceback__)} can't be traced: {e}") from e
+        captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
+        module = _pure(first, fakes + [_fake(tracing, t) for t in captured])
+        names += [f"captured[{i}]" for i in range(len(captured))]
+    passes.simplify(module)
+    specs = [*inputs, *map(TensorSpec.of, captured)]
+    return _finish(module, specs, names, captured)
+
+
+def _fake(tracing: context.Tracing, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _pure(module: fx.GraphModule, fakes: list[Tensor]) -> fx.GraphModule:
+    """The same program without mutation."""
+    passes.drop_profiling(module)
+    if not any(_mutates(n) for n in module.graph.nodes):
+        return module
+    module.recompile()
+    with torch.no_grad():
+        return make_fx(
+            functionalize(module, remove="mutations"), decomposition_table=decompositions()
+        )(*fakes)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _finish(
+    module: fx.GraphModule, specs: list[TensorSpec], names: list[str], captured: list[Tensor]
+) -> Graph:
+    parts: dict[int, Graph] = {}
+    for node in module.graph.nodes:
+        if node.target is call:
+            parts[node.args[0]] = find(node.args[0])
+        elif node.target is loop:
+            parts.update({n: find(n) for n in node.args[:2]})
+    results = list(next(iter(reversed(module.graph.nodes))).args[0])
+    outputs = [TensorSpec.of(_value(r)) for r in results]
+    graph = Graph(module, specs, outputs, names, captured, list(parts.values()))
+    passes.inline_calls(graph)
+    return graph
+
+
+def _value(node: Any) -> Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value

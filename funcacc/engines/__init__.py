@@ -1,0 +1,111 @@
+"""Engines: what is installed, and which one runs a model."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+from funcacc.engines.base import Engine
+from funcacc.engines.eager import EagerEngine
+from funcacc.errors import EngineError
+
+
+class EngineInfo(NamedTuple):
+    """What `engines` tells of an engine.
+
+    Attributes:
+        installed: whether it can be used now.
+        install: the command that installs it; empty where nothing is needed.
+        reason: why it can't be used; empty when it can.
+    """
+
+    installed: bool
+    install: str
+    reason: str
+
+
+_INSTALL_XLA = "pip install torch==2.9.0 torch_xla==2.9.0"
+
+
+def engines() -> dict[str, EngineInfo]:
+    """The engines that funcacc has, and whether they are installed.
+
+    Returns:
+        A dict from name to `EngineInfo`.
+
+    Example:
+        >>> import funcacc
+        >>> funcacc.engines()["eager"].installed
+        True
+    """
+    return {"eager": EngineInfo(True, "", ""), "xla": _xla_info()}
+
+
+def _xla_info() -> EngineInfo:
+    if importlib.util.find_spec("torch_xla") is None:
+        return EngineInfo(False, _INSTALL_XLA, "torch_xla is not installed")
+    try:
+        import torch_xla
+    except Exception as e:
+        return EngineInfo(False, _INSTALL_XLA, f"torch_xla can't be imported: {e}")
+    if not torch_xla.__version__.startswith("2.9."):
+        reason = f"torch_xla {torch_xla.__version__} was not tested; 2.9 is"
+        return EngineInfo(False, _INSTALL_XLA, reason)
+    return EngineInfo(True, "", "")
+
+
+def get_engine(name: str, device: torch.device) -> Engine:
+    """The engine called `name` for tensors on `device`.
+
+    Args:
+        name: ``"auto"``, ``"eager"`` or ``"xla"``.
+        device: where the model is; ``"auto"`` goes by it.
+
+    Raises:
+        EngineError: for an unknown or missing engine, or a device it doesn't serve.
+    """
+    if name == "auto":
+        name = "xla" if device.type == "xla" else "eager"
+    if name not in engines():
+        raise EngineError(f"there is no engine {name!r}; choose from 'auto', 'eager', 'xla'")
+    info = engines()[name]
+    if not info.installed:
+        raise EngineError(f"engine {name!r}: {info.reason}; install it by: {info.install}")
+    if (name == "xla") != (device.type == "xla"):
+        cure = 'model.to(funcacc.device("xla"))' if name == "xla" else 'engine="xla"'
+        raise EngineError(f"engine {name!r} can't run tensors on {device}; use {cure}")
+    if name == "xla":
+        from funcacc.engines.xla import XlaEngine
+
+        return XlaEngine(device)
+    return EagerEngine(device)
+
+
+def device(engine: str = "auto") -> torch.device:
+    """Where a model goes that an engine shall run.
+
+    Args:
+        engine: ``"xla"``, ``"eager"``, or ``"auto"``: XLA where it is installed.
+
+    Returns:
+        The device, for ``model.to(...)``.
+
+    Raises:
+        EngineError: when the engine is unknown or not installed.
+
+    Example:
+        >>> import funcacc
+        >>> funcacc.device("eager")
+        device(type='cpu')
+    """
+    if engine == "auto":
+        engine = "xla" if engines()["xla"].installed else "eager"
+    if engine == "eager":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    get_engine(engine, torch.device("xla" if engine == "xla" else "cpu"))
+    import torch_xla
+
+    found: torch.device = torch_xla.device()
+    return found

@@ -1,0 +1,91 @@
+"""The eager engine: graphs run as they stand, for CPU and CUDA models; the reference."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funcacc.capture.graph import Graph
+from funcacc.capture.passes import place
+
+
+class EagerProgram:
+    """A graph and how many of its inputs it overwrites."""
+
+    def __init__(self, graph: Graph, donate: int, device: torch.device) -> None:
+        start = time.perf_counter()
+        self.graph = graph
+        self.donate = donate
+        self.module = graph.module
+        if device.type != "cpu":
+            self.module = copy.deepcopy(graph.module)
+            place(self.module, device)
+        self.seconds = {"lower": 0.0, "compile": time.perf_counter() - start}
+
+    @torch.no_grad()
+    def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Run the operations one by one, then write the first outputs over the first inputs."""
+        outputs = list(self.module(*values))
+        storages = {v.untyped_storage()._cdata for v in values}
+        # An output may be (a view of) an input that is about to be overwritten.
+        outputs = [o.clone() if o.untyped_storage()._cdata in storages else o for o in outputs]
+        for i in range(self.donate):
+            outputs[i] = values[i].copy_(outputs[i])
+        return outputs
+
+    def text(self) -> str:
+        """The graph."""
+        return str(self.graph)
+
+
+class EagerEngine:
+    """Runs graphs in plain Python on the device where the model is."""
+
+    name = "eager"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A clone on the device."""
+        return tensor.detach().to(self.device, copy=True)
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device."""
+        return tensor.detach().to(self.device)
+
+    def own(self, tensors: Sequence[Tensor]) -> None:
+        """Separate tensors that share memory, which in-place writing would mix up."""
+        seen: set[int] = set()
+        for t in tensors:
+            storage = t.untyped_storage()._cdata
+            if storage in seen:
+                t.data = t.data.clone()
+            seen.add(storage)
+
+    def compile(self, graph: Graph, donate: int) -> EagerProgram:
+        """Keep the graph."""
+        return EagerProgram(graph, donate, self.device)
+
+    @torch.no_grad()
+    def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy, unless the program has written in place already."""
+        for target, value in zip(targets, values, strict=True):
+            if target is not value:
+                target.copy_(value)
+
+    def settle(self) -> None:
+        """Nothing to do: copies are real at once."""
+
+    def wait(self) -> None:
+        """Wait for CUDA; the CPU has always finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The data pointers."""
+        return [t.data_ptr() for t in tensors]

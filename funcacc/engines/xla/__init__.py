@@ -1,0 +1,115 @@
+"""The XLA engine: one HLO program for a graph, compiled once, replayed by position."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funcacc.capture.graph import Graph
+from funcacc.engines.xla import private
+from funcacc.engines.xla.lower import check_operations, lower
+
+
+class XlaProgram:
+    """A cached program of torch_xla with its inputs and outputs in the graph's order."""
+
+    def __init__(self, graph: Graph, donate: int, device: torch.device) -> None:
+        check_operations(graph)
+        self.graph = graph
+        self.donate = donate
+        self.device = device
+        start = time.perf_counter()
+        self.computation = lower(graph, "step", device)
+        self.seconds = {"lower": time.perf_counter() - start, "compile": 0.0}
+        self._hash: object = None
+        self._inputs: list[int] = []
+        self._outputs: list[int] = []
+
+    def _compile(self, values: Sequence[Tensor]) -> None:
+        start = time.perf_counter()
+        try:
+            pending = private.user_computation("funcacc_step", values, self.computation)
+            order = private.input_order(pending, values)
+            # XLA gives each donor, in the order of the parameters, to the next output of
+            # its shape: outputs in that same order put every buffer into its own slot.
+            first = [i for i in order if i < self.donate]
+            self._outputs = [*first, *range(self.donate, len(pending))]
+            roots = [pending[i] for i in self._outputs]
+            with private.donation(values[: self.donate]):
+                self._hash = private.compile_cached(roots)
+            self._inputs = order
+        finally:
+            private.clear_pending(self.device)
+        self.seconds["compile"] = time.perf_counter() - start
+
+    def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Dispatch; the first call compiles, without running anything before."""
+        if self._hash is None:
+            private.wait()
+            self._compile(values)
+        results = private.run_cached(self._hash, [values[i] for i in self._inputs])
+        outputs: list[Tensor] = [results[0]] * len(results)
+        for slot, result in zip(self._outputs, results, strict=True):
+            outputs[slot] = result
+        return outputs
+
+    def text(self) -> str:
+        """HLO before optimisation."""
+        return private.computation_text(self.computation)
+
+
+class XlaEngine:
+    """torch_xla on any PJRT device."""
+
+    name = "xla"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Upload into a fresh buffer; a device tensor goes by way of the host."""
+        return private.upload([tensor.detach().cpu()], self.device)[0]
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """Upload, if it isn't on the device."""
+        return tensor.detach().to(self.device)
+
+    def own(self, tensors: Sequence[Tensor]) -> None:
+        """Replace shared buffers: scalars from torch_xla's cache, and doubles."""
+        private.sync()
+        private.wait()
+        seen: set[int] = set()
+        for t, handle in zip(tensors, private.handles(tensors), strict=True):
+            if t.numel() <= 1 or handle in seen:
+                private.rebind(t, self.put(t))
+            seen.add(handle)
+
+    def compile(self, graph: Graph, donate: int) -> XlaProgram:
+        """Lower now; compile at the first call, which has the inputs."""
+        try:
+            private.sync()
+            private.wait()
+            return XlaProgram(graph, donate, self.device)
+        finally:
+            private.clear_pending(self.device)
+
+    def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Exchange buffers."""
+        for target, value in zip(targets, values, strict=True):
+            private.rebind(target, value)
+
+    def settle(self) -> None:
+        """Materialise what is pending."""
+        private.sync()
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        private.wait()
+
+    def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Buffer addresses, once the device has finished."""
+        private.wait()
+        return private.addresses(tensors)

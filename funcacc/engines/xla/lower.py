@@ -1,0 +1,121 @@
+"""`Graph` to an XLA computation with parameters and results in the graph's own order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla.core.xla_builder as xb
+from torch import Tensor, fx
+
+from funcacc.capture import ops
+from funcacc.capture.graph import Graph, find
+from funcacc.engines.xla import natives, private
+from funcacc.errors import EngineError
+from funcacc.types import TensorSpec
+
+
+def check_operations(graph: Graph) -> None:
+    """Refuse operations that torch_xla lacks, before anything was lowered.
+
+    Raises:
+        EngineError: naming each of them.
+    """
+    missing = sorted(
+        {
+            str(n.target)
+            for n in graph.nodes
+            if isinstance(n.target, torch._ops.OpOverload)
+            and n.target.namespace != "funcacc"
+            and not private.has_kernel(n.target)
+        }
+    )
+    if missing:
+        raise EngineError(
+            f"the xla engine has no kernel for {', '.join(missing)}; write the model without "
+            'them, or keep it on the CPU, where engine="eager" runs it'
+        )
+    for part in graph.parts:
+        check_operations(part)
+
+
+def lower(graph: Graph, name: str, device: torch.device) -> Any:
+    """The computation of `graph`: one parameter an input, and a tuple of the outputs."""
+    with private.embedded_constants(), torch.no_grad():
+        holders = [private.placeholder(s.shape, s.dtype) for s in graph.inputs]
+        # User graphs get clones: the mapping of parameters is by the holders themselves.
+        results = _interpret(graph, [h.clone() for h in holders], device)
+        index = {node: i for i, node in enumerate(graph.placeholders)}
+        computed = [r for r, n in zip(results, graph.results, strict=True) if n not in index]
+        inner, numbers = None, [None] * len(holders)
+        if computed:
+            inner, numbers = private.lower_lazy(name, holders, computed)
+
+    def fn(builder: Any, *params: Any) -> list[Any]:
+        values = iter(())
+        if inner is not None:
+            args = {n: p for n, p in zip(numbers, params, strict=True) if n is not None}
+            out = xb.Op.call(inner, [args[i] for i in range(len(args))], builder=builder)
+            values = iter([out.get_tuple_element(i) for i in range(len(computed))])
+        return [params[index[n]] if n in index else next(values) for n in graph.results]
+
+    shapes = [natives.shape_of(s.shape, s.dtype) for s in graph.inputs]
+    return natives.build(name, shapes, fn)
+
+
+def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list[Tensor]:
+    env: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": device}
+        native = _NATIVE.get(node.target)
+        if native:
+            env[node] = native(device, *args)
+        elif node.target is operator.getitem:
+            env[node] = args[0][args[1]]
+        else:
+            env[node] = node.target(*args, **kwargs)
+    return [env[n] for n in graph.results]
+
+
+def _loop(
+    device: torch.device, cond: int, body: int, carry: list[Tensor], consts: list[Tensor]
+) -> list[Tensor]:
+    def shapes(tensors: list[Tensor]) -> list[Any]:
+        return [natives.shape_of(tuple(t.shape), t.dtype) for t in tensors]
+
+    computation = natives.while_loop(
+        lower(find(cond), "condition", device),
+        lower(find(body), "body", device),
+        shapes(carry),
+        shapes(consts),
+    )
+    return private.user_computation("funcacc_loop", [*carry, *consts], computation)
+
+
+def _one(name: str, inputs: list[Tensor], computation: Any) -> Tensor:
+    return private.user_computation(f"funcacc_{name}", inputs, computation)[0]
+
+
+def _take(device: torch.device, xs: Tensor, index: Tensor) -> Tensor:
+    return _one("take", [xs, index], natives.take(*TensorSpec.of(xs), index.dtype))
+
+
+def _put(device: torch.device, xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
+    return _one("put", [xs, index, x], natives.put(*TensorSpec.of(xs), index.dtype))
+
+
+_NATIVE: dict[Any, Callable[..., Any]] = {
+    ops.loop: _loop,
+    ops.take: _take,
+    ops.put: _put,
+    ops.fold_in: lambda device, key, data: _one(
+        "fold_in", [key, data], natives.fold_in(data.dtype)
+    ),
+    ops.random_bits: lambda device, key, stream, shape: _one(
+        "random_bits", [key], natives.random_bits(stream, tuple(shape))
+    ),
+}

@@ -1,0 +1,181 @@
+"""Every call into torch_xla's private interface, each with its reason.
+
+Measured on torch_xla 2.9.0; `funcacc.engines` refuses other versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+_C = torch_xla._XLAC
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A device tensor without data, whose use becomes a parameter of what is lowered."""
+    tensor: Tensor = xb.create_placeholder_tensor(list(shape), dtype)
+    return tensor
+
+
+@contextlib.contextmanager
+def embedded_constants() -> Iterator[None]:
+    """Write Python numbers into the program; otherwise each becomes a parameter of it."""
+    before = _C._get_xla_all_numbers_special_scalars()
+    _C._set_xla_all_numbers_special_scalars(True)
+    try:
+        yield
+    finally:
+        _C._set_xla_all_numbers_special_scalars(before)
+
+
+def lower_lazy(
+    name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> tuple[Any, list[int | None]]:
+    """The computation of pending `outputs`, and the parameter number of each input in it.
+
+    The lowering context is the only public-in-name way from lazy tensors to HLO with a
+    mapping of parameters.
+    """
+    context = _C.lowering.LoweringContext(name)
+    context.build(list(outputs))
+    numbers = [context.tensor_parameter_id(t) for t in inputs]
+    extra = len(context.device_parameter_id_tensor_mapping()) - sum(n >= 0 for n in numbers)
+    if extra:
+        raise AssertionError(f"{name} reads {extra} tensors that are not among its inputs")
+    computation = xb.computation_from_module_proto(name, context.hlo())
+    return computation, [n if n >= 0 else None for n in numbers]
+
+
+def user_computation(name: str, inputs: Sequence[Tensor], computation: Any) -> list[Tensor]:
+    """Pending tensors that are the results of `computation` on `inputs`."""
+    return list(_C._xla_user_computation(f"xla::{name}", list(inputs), computation))
+
+
+def computation_text(computation: Any) -> str:
+    """HLO text of a computation."""
+    text: str = xb.get_computation_hlo(computation)
+    return text
+
+
+@contextlib.contextmanager
+def donation(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Compile with these inputs as buffer donors."""
+    before = _C._xla_get_enable_alias_with_buffer_donor_config()
+    _C._xla_set_enable_alias_with_buffer_donor_config(True)
+    for t in tensors:
+        _C._set_buffer_donation(t, True)
+    try:
+        yield
+    finally:
+        # The mark sits on the buffer; without a donating dispatch it would stay there and
+        # give the buffer away to the next graph that the user runs.
+        for t in tensors:
+            _C._set_buffer_donation(t, False)
+        _C._xla_set_enable_alias_with_buffer_donor_config(before)
+
+
+def input_order(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
+    """For each parameter of the program of `outputs`, which of `inputs` it is."""
+    position = {_C._xla_get_tensor_id(t): i for i, t in enumerate(inputs)}
+    ids, _ = _C._get_tensors_xla_device_data_node(list(outputs))
+    return [position[i] for i in ids]
+
+
+def compile_cached(outputs: Sequence[Tensor]) -> Any:
+    """Compile pending `outputs` without running them; the hash under which they are cached."""
+    graph_hash = _C._get_graph_hash(list(outputs))
+    _C._xla_warm_up_cache(list(outputs), [])
+    return graph_hash
+
+
+def run_cached(graph_hash: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Dispatch a cached program without tracing."""
+    return list(_C._run_cached_graph(graph_hash, inputs))
+
+
+def optimized_hlo_text(outputs: Sequence[Tensor]) -> str:
+    """HLO of pending tensors before optimisation, as torch_xla compiles it."""
+    text: str = _C._get_xla_tensors_hlo(list(outputs))
+    return text
+
+
+def clear_pending(device: torch.device) -> None:
+    """Forget pending work: what hangs on a placeholder would crash the next sync."""
+    _C._clear_pending_irs(str(device))
+
+
+def sync() -> None:
+    """Materialise all pending tensors, e.g. clones that still share a buffer."""
+    torch_xla.sync()
+
+
+def wait() -> None:
+    """Block until the device is idle."""
+    xm.wait_device_ops()
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Addresses of buffers; only on XLA:CPU do they point to memory one may compare."""
+    return [_C._unsafe_buffer_pointer(t) for t in tensors]
+
+
+def handles(tensors: Sequence[Tensor]) -> list[int]:
+    """Identities of the runtime buffers, equal for tensors that share one."""
+    return list(_C._get_tensors_handle(list(tensors)))
+
+
+def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy host tensors into fresh device buffers.
+
+    torch_xla keeps a cache in which equal scalars share one buffer, so a donated scalar
+    would take every equal one in the process with it.
+    """
+    before = _C._get_xla_enable_device_data_cache()
+    _C._set_xla_enable_device_data_cache(False)
+    try:
+        return [t.to(device) for t in tensors]
+    finally:
+        _C._set_xla_enable_device_data_cache(before)
+
+
+def has_alias(tensor: Tensor) -> bool:
+    """Whether another tensor object (a view, ``.detach()``, ``.data``) shares the storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 1
+
+
+def rebind(target: Tensor, value: Tensor) -> None:
+    """Let `target` take the buffer of `value`, with all aliases of `target` following.
+
+    Without aliases the storage can be exchanged. With aliases the new value goes through
+    the storage that they share; the sync folds the update into it, which otherwise keeps
+    a list of all values it ever had.
+    """
+    if not has_alias(target):
+        target.data = value
+        return
+    probe = target.detach()
+    torch._functionalize_replace(target, torch._from_functional_tensor(value))
+    torch._functionalize_commit_update(target)
+    torch._functionalize_sync(probe)
+
+
+def has_kernel(operator: torch._ops.OpOverload) -> bool:
+    """Whether torch_xla can lower an operation, natively or through a composite kernel.
+
+    Others would fall back to the CPU, which pending tensors can't.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = (
+        "XLA",
+        "CompositeImplicitAutograd",
+        "CompositeExplicitAutograd",
+        "CompositeExplicitAutogradNonFunctional",
+    )
+    return any(has(operator.name(), key) for key in keys)
