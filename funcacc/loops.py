@@ -182,8 +182,7 @@ def _result_specs(
 
     def trip(tracing: context.Tracing, *flat: Tensor) -> list[Tensor]:
         x = trees.unflatten(xs_spec, list(flat[len(carry) :]))
-        with _key_of(tracing):
-            _, y = f(trees.unflatten(carry_spec, list(flat[: len(carry)])), x)
+        _, y = f(trees.unflatten(carry_spec, list(flat[: len(carry)])), x)
         leaves, spec = _tensors(y, "y")
         found[:] = [spec]
         return leaves
@@ -275,13 +274,6 @@ def _python_while(
     return tree
 
 
-def _key_of(tracing: context.Tracing) -> Any:
-    """Random operations of a body: they need the key of the surrounding trace."""
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def run_loop(
     cond: Callable[..., list[Tensor]],
     body: Callable[..., list[Tensor]],
@@ -312,6 +304,8 @@ def run_loop(
     values = [outer.tensors.admit(t) if outer else t for t in captured]
     cond_full = _widen(cond_graph, body_graph, after=False)
     body_full = _widen(body_graph, cond_graph, after=True)
+    if outer:
+        outer.keep += [cond_full, body_full]
     return list(ops.loop(cond_full.serial, body_full.serial, carry, values))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -99,6 +99,7 @@ class Tracing:
             tensors of an outer one.
         tensors: what user code closed over so far.
         random: where random numbers come from.
+        keep: graphs that operations of this trace name, alive until it is finished.
     """
 
     def __init__(self, outer: Tracing | None) -> None:
@@ -107,6 +108,7 @@ class Tracing:
         )
         self.tensors = UserTensors(self.fake_mode)
         self.random = RandomOperations()
+        self.keep: list[Any] = []
 
 
 class _Stack(threading.local):
@@ -156,6 +158,16 @@ def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
 
 
 @contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
 def tracing(device_type: str = "cpu") -> Iterator[Tracing]:
     """Set the conditions for one capture.
 
@@ -167,6 +179,7 @@ def tracing(device_type: str = "cpu") -> Iterator[Tracing]:
     with contextlib.ExitStack() as stack:
         if outer:
             stack.enter_context(_disable_current_modes())
+            stack.enter_context(_without_function_modes())
         else:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_surrounding_autocast(device_type))

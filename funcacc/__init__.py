@@ -1,0 +1,36 @@
+"""Functional gradient accumulation for PyTorch: one step, one program, every buffer donated."""
+
+from funcacc import losses
+from funcacc.batches import Window, split, stack, windows
+from funcacc.engines import device, engines
+from funcacc.errors import FuncaccError
+from funcacc.loops import fori_loop, scan, while_loop
+from funcacc.loss import Last, Loss, Mean, Stack, Sum
+from funcacc.model import FunctionalModel, functionalize
+from funcacc.step import StepOutput
+from funcacc.train import TrainState, TrainStep, train_step
+
+__all__ = [
+    "FuncaccError",
+    "FunctionalModel",
+    "Last",
+    "Loss",
+    "Mean",
+    "Stack",
+    "StepOutput",
+    "Sum",
+    "TrainState",
+    "TrainStep",
+    "Window",
+    "device",
+    "engines",
+    "fori_loop",
+    "functionalize",
+    "losses",
+    "scan",
+    "split",
+    "stack",
+    "train_step",
+    "while_loop",
+    "windows",
+]

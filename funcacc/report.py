@@ -1,0 +1,127 @@
+"""What was compiled, and what of the state was donated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from funcacc.types import TensorSpec
+
+
+@dataclass
+class Leaf:
+    """One input of the program.
+
+    Attributes:
+        path: as code, e.g. ``params['fc.weight']``.
+        spec: shape and dtype.
+        donated: whether an output takes its buffer.
+        in_place: whether the output was found at the address of the input; `None` when
+            that wasn't looked at.
+    """
+
+    path: str
+    spec: TensorSpec
+    donated: bool
+    in_place: bool | None = None
+
+
+@dataclass
+class Report:
+    """The account of a `TrainStep`.
+
+    Attributes:
+        engine: its name.
+        compiles: programs built.
+        traces: times the loss function was traced.
+        reasons: why, one line for each trace.
+        leaves: inputs of the latest program.
+        seconds: time spent so far in ``capture``, ``lower`` and ``compile``.
+    """
+
+    engine: str
+    compiles: int = 0
+    traces: int = 0
+    reasons: list[str] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_state: int = 0
+
+    @property
+    def state_leaves(self) -> int:
+        """Leaves of the state."""
+        return self.num_state
+
+    @property
+    def donated_leaves(self) -> int:
+        """Leaves whose buffer an output takes."""
+        return sum(x.donated for x in self.leaves)
+
+    @property
+    def in_place_leaves(self) -> int:
+        """Donated leaves whose output was found at their own address."""
+        return sum(bool(x.in_place) for x in self.leaves)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state."""
+        return sum(x.spec.nbytes for x in self.leaves[: self.num_state])
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes of the donated leaves."""
+        return sum(x.spec.nbytes for x in self.leaves if x.donated)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return {
+            "engine": self.engine,
+            "compiles": self.compiles,
+            "traces": self.traces,
+            "reasons": list(self.reasons),
+            "state_leaves": self.state_leaves,
+            "donated_leaves": self.donated_leaves,
+            "in_place_leaves": self.in_place_leaves,
+            "state_bytes": self.state_bytes,
+            "donated_bytes": self.donated_bytes,
+            "seconds": dict(self.seconds),
+            "leaves": [
+                {
+                    "path": x.path,
+                    "spec": str(x.spec),
+                    "bytes": x.spec.nbytes,
+                    "donated": x.donated,
+                    "in_place": x.in_place,
+                }
+                for x in self.leaves
+            ],
+        }
+
+    def __str__(self) -> str:
+        """A summary and the table of leaves."""
+        times = ", ".join(f"{k} {v:.2f} s" for k, v in self.seconds.items())
+        lines = [
+            f"funcacc report: engine {self.engine}, {self.compiles} program(s) compiled, "
+            f"{self.traces} trace(s); {times}",
+            f"state: {self.state_leaves} leaves, {_size(self.state_bytes)}; donated: "
+            f"{self.donated_leaves} leaves, {_size(self.donated_bytes)}; found in place: "
+            f"{self.in_place_leaves}",
+            *(f"trace: {r}" for r in self.reasons),
+        ]
+        width = max((len(x.path) for x in self.leaves), default=0)
+        for x in self.leaves:
+            place = {True: "in place", False: "MOVED", None: ""}[x.in_place]
+            kind = "donated" if x.donated else "kept"
+            lines.append(
+                f"  {x.path:<{width}}  {x.spec!s:<24} {_size(x.spec.nbytes):>10}  {kind} {place}"
+            )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _size(n: int) -> str:
+    value, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}" if unit != "B" else f"{n} B"

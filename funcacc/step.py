@@ -1,0 +1,203 @@
+"""The pure step: (state, window) -> (state, output), one graph for an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcacc import trees
+from funcacc.accumulate import Microbatch, WindowInputs, run_window
+from funcacc.capture import ops
+from funcacc.capture.context import Tracing
+from funcacc.capture.graph import Graph
+from funcacc.capture.trace import capture
+from funcacc.errors import ModelError
+from funcacc.optimizer import Update
+from funcacc.types import PyTree, TensorSpec
+
+
+class Options(NamedTuple):
+    """Options of a step; docs/architecture.md and `funcacc.TrainStep` explain them."""
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    grad_transform: Callable[..., Any] | None = None
+    accumulate_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    skip_nonfinite: bool = False
+
+
+class StepOutput(NamedTuple):
+    """What a step returns; device tensors, read when you read them.
+
+    Attributes:
+        loss: J of the window, 0-d.
+        aux: the aux tree, reduced as its wrappers say.
+        grad_norm: global L2 norm of the mean gradient before clipping, 0-d.
+        weight: total weight of the first loss term, 0-d.
+        skipped: whether the window was skipped as not finite, 0-d bool.
+    """
+
+    loss: Tensor
+    aux: PyTree
+    grad_norm: Tensor
+    weight: Tensor
+    skipped: Tensor
+
+
+class Layout(NamedTuple):
+    """Names and specs of everything that goes into the step, in order.
+
+    The state comes first and is donated: `params`, `buffers`, `opt_state`, the key, the
+    step count. What follows is only read.
+    """
+
+    params: dict[str, TensorSpec]
+    buffers: dict[str, TensorSpec]
+    opt_state: dict[tuple[str, str], TensorSpec]
+    frozen: dict[str, TensorSpec]
+    constants: dict[str, TensorSpec]
+    numbers: int
+    window: list[TensorSpec]
+    window_paths: list[str]
+
+    @property
+    def num_state(self) -> int:
+        """How many leaves are state."""
+        return len(self.params) + len(self.buffers) + len(self.opt_state) + 2
+
+    def signature(self) -> tuple[list[TensorSpec], list[str]]:
+        """Spec and path of each input."""
+        named = [
+            *((f"params[{n!r}]", s) for n, s in self.params.items()),
+            *((f"buffers[{n!r}]", s) for n, s in self.buffers.items()),
+            *((f"opt_state[{n!r}][{k!r}]", s) for (n, k), s in self.opt_state.items()),
+            ("rng", TensorSpec((2,), torch.int32)),
+            ("step", TensorSpec((), torch.int32)),
+            *((f"params[{n!r}]", s) for n, s in self.frozen.items()),
+            *((f"buffers[{n!r}]", s) for n, s in self.constants.items()),
+            ("hyperparameters", TensorSpec((self.numbers,), torch.float64)),
+            ("window.count", TensorSpec((), torch.int32)),
+            *zip(self.window_paths, self.window, strict=True),
+        ]
+        return [s for _, s in named], [n for n, _ in named]
+
+
+class Step(NamedTuple):
+    """A traced step.
+
+    Attributes:
+        graph: state leaves in, state leaves and output leaves out.
+        output: structure of the `StepOutput`.
+    """
+
+    graph: Graph
+    output: trees.TreeSpec
+
+
+def trace_step(layout: Layout, m: Microbatch, update: Update, options: Options) -> Step:
+    """Trace the whole step.
+
+    The order inside is: mean gradient, global norm (reported), `clip_norm`, `clip_value`,
+    `grad_transform`, finite check, optimizer update, selection of the old state when the
+    window is skipped.
+    """
+    found: list[trees.TreeSpec] = []
+
+    def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
+        it = iter(flat)
+        params = {n: next(it) for n in layout.params}
+        buffers = {n: next(it) for n in layout.buffers}
+        state = {k: next(it) for k in layout.opt_state}
+        key, count = next(it), next(it)
+        frozen = {n: next(it) for n in layout.frozen}
+        constants = {n: next(it) for n in layout.constants}
+        numbers, trips = next(it), next(it)
+        inputs = WindowInputs(
+            _cast(params, options.compute_dtype),
+            _cast(frozen, options.compute_dtype),
+            {**buffers, **constants},
+            key,
+            list(it),
+            trips,
+        )
+        window = run_window(tracing, m, inputs, options.accumulate_dtype)
+        grads, norm = _shape_gradients(window.grads, params, options)
+        new_params, new_state = _update(tracing, update, params, grads, state, numbers)
+        old = [*params.values(), *buffers.values(), *state.values(), count]
+        new = [
+            *new_params.values(),
+            *(window.buffers[n] for n in layout.buffers),
+            *new_state,
+            count + 1,
+        ]
+        skipped = torch.zeros((), dtype=torch.bool)
+        if options.skip_nonfinite:
+            skipped = ~(torch.isfinite(window.loss) & torch.isfinite(norm))
+            new = [torch.where(skipped, o, n) for o, n in zip(old, new, strict=True)]
+        # The key advances by itself, also when the window is skipped.
+        next_key = ops.fold_in(key, torch.full((), -1, dtype=torch.int32))
+        output = StepOutput(window.loss, window.aux, norm, window.weight, skipped)
+        leaves, spec = trees.flatten(output)
+        found[:] = [spec]
+        return [*new[:-1], next_key, new[-1], *leaves]
+
+    specs, names = layout.signature()
+    graph = capture(fn, specs, names)
+    return Step(graph, found[0])
+
+
+def _cast(values: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if dtype is None:
+        return values
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in values.items()}
+
+
+def _shape_gradients(
+    grads: dict[str, Tensor], params: dict[str, Tensor], options: Options
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Clip and transform; returns the gradients and their norm before that."""
+    norm = global_norm(list(grads.values()))
+    if options.clip_norm is not None:
+        # As torch.nn.utils.clip_grad_norm_, whose 1e-6 keeps a zero norm finite.
+        scale = torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0)
+        grads = {n: g * scale.to(g.dtype) for n, g in grads.items()}
+    if options.clip_value is not None:
+        limit = options.clip_value
+        grads = {n: g.clamp(-limit, limit) for n, g in grads.items()}
+    if options.grad_transform is not None:
+        changed = options.grad_transform(dict(grads), {n: params[n] for n in grads})
+        if not isinstance(changed, dict) or set(changed) != set(grads):
+            raise ModelError(
+                "grad_transform must return a dict with the keys that it was given; "
+                + trees.describe_difference(grads, changed, "grads")
+            )
+        grads = {n: changed[n] for n in grads}
+    return grads, norm
+
+
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all elements, summed in at least ``float32``."""
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+    total = torch.zeros((), dtype=torch.float32)
+    for g in wide:
+        total = total + (g * g).sum()
+    return total.sqrt()
+
+
+def _update(
+    tracing: Tracing,
+    update: Update,
+    params: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    state: dict[tuple[str, str], Tensor],
+    numbers: Tensor,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    cast = [g.to(params[n].dtype) for n, g in grads.items()]
+    captured = [tracing.tensors.admit(t) for t in update.graph.captured]
+    inputs = [*params.values(), *cast, numbers, *(state[k] for k in update.keys), *captured]
+    out = list(ops.call(update.graph.serial, inputs))
+    return dict(zip(params, out, strict=False)), out[len(params) :]

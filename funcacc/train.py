@@ -1,0 +1,515 @@
+"""`TrainStep` and `train_step`: the thin stateful shell around the pure step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcacc import model as models
+from funcacc import rng, trees
+from funcacc.accumulate import Microbatch, Setting, trace_microbatch
+from funcacc.batches import Window, as_window
+from funcacc.capture.context import autocast_state
+from funcacc.engines import get_engine
+from funcacc.engines.base import Program
+from funcacc.errors import CarryError, StateError
+from funcacc.optimizer import Optimizers, Update, check_supported
+from funcacc.report import Leaf, Report
+from funcacc.step import Layout, Options, Step, StepOutput, trace_step
+from funcacc.types import LossFn, PyTree, TensorSpec
+
+log = logging.getLogger("funcacc")
+
+
+class TrainState(NamedTuple):
+    """The state that a step carries; the user's own tensors.
+
+    Attributes:
+        params: parameters by name.
+        buffers: buffers by name.
+        opt_state: optimizer state, parameter name -> key -> tensor.
+        rng: ``int32[2]`` key.
+        step: ``int32`` 0-d, optimizer steps taken.
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    opt_state: dict[str, dict[str, Tensor]]
+    rng: Tensor
+    step: Tensor
+
+
+class _Compiled(NamedTuple):
+    """A program and what it was built for."""
+
+    program: Program
+    step: Step
+    layout: Layout
+    update: Update
+
+
+class TrainStep:
+    """One optimizer step over a window of microbatches, compiled once.
+
+    Equals, with K microbatches in the window and a loss that returns a scalar::
+
+        opt.zero_grad()
+        for batch in window:
+            (loss_fn(model, batch) / K).backward()
+        opt.step()
+
+    After each call the model, the optimizer and its state dict are up to date;
+    `Parameter` objects keep their identity. ``p.grad`` is neither read nor written.
+
+    Args:
+        model: on the device of the engine; moved before the optimizer was made.
+        opt: a `torch.optim.Optimizer`, or a list of them over disjoint parameters.
+        loss_fn: ``loss_fn(model, microbatch)``, returning a scalar, ``(scalar, aux)``, a
+            `Loss`, or an object with ``.loss``; `None` calls the model.
+        engine: ``"auto"``: ``"xla"`` for a model on an XLA device, else ``"eager"``.
+        clip_norm: clip the window's mean gradient to this global L2 norm.
+        clip_value: clamp each gradient element, after `clip_norm`.
+        grad_transform: pure ``(grads, params) -> grads`` on dicts by name, after clipping.
+        accumulate_dtype: dtype of the accumulators; ``float64`` parameters keep theirs.
+        compute_dtype: cast floating parameters to this for forward and backward.
+        skip_nonfinite: leave everything as it was when loss or gradient isn't finite.
+        seed: of the random key; `None` takes `torch.initial_seed()`.
+        donate: `False` keeps old buffers alive, for debugging.
+
+    Raises:
+        FuncaccError: for a model or optimizer that a step can't be made of.
+
+    Example:
+        >>> import torch, funcacc
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = funcacc.TrainStep(model, opt, lambda m, x: m(x).square().mean())
+        >>> out = step([torch.ones(4, 2), torch.zeros(4, 2)])
+        >>> out.weight
+        tensor(2.)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opt: Any,
+        loss_fn: LossFn | None = None,
+        *,
+        engine: str = "auto",
+        seed: int | None = None,
+        donate: bool = True,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.options = Options(**options)
+        self.donate = donate
+        self._optimizers = check_supported(opt)
+        device = models.device_of(model)
+        self._engine = get_engine(engine, device)
+        self._opt()
+        start = rng.key(torch.initial_seed() if seed is None else seed)
+        self._rng = self._engine.put(start)
+        self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
+        self._lock = threading.Lock()
+        self._microbatches: dict[Any, Microbatch] = {}
+        self._compiled: dict[Any, _Compiled] = {}
+        self._last_key: dict[str, Any] | None = None
+        self._owned: dict[int, Tensor] = {}
+        self._born: set[str] = set()
+        self._noted: list[Program] = []
+        self._numbers: tuple[list[float], Tensor] | None = None
+        self._report = Report(
+            self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
+        )
+
+    def _opt(self) -> Optimizers:
+        names = {id(p): n for n, p in models.parameters(self.model).items()}
+        return Optimizers(self._optimizers, names)
+
+    # Running ---------------------------------------------------------------------------
+
+    def __call__(self, batches: Any) -> StepOutput:
+        """Take one optimizer step.
+
+        Args:
+            batches: a `Window`, or a list or iterator of microbatches.
+
+        Returns:
+            A `StepOutput` of device tensors.
+
+        Raises:
+            BatchError: for microbatches that disagree, or something that isn't a window.
+            FuncaccError: when the step can't be traced; model and optimizer are unchanged.
+        """
+        with self._lock:
+            compiled, opt, window = self._prepare(batches)
+            targets = self._targets(compiled, opt)
+            self._own(targets)
+            values = [*targets, *self._read_only(compiled, opt, window)]
+            self._engine.settle()
+            first_run = compiled.program not in self._noted
+            before = self._engine.addresses(targets) if first_run and self.donate else None
+            outputs = compiled.program(values)
+            if first_run:
+                self._note_program(compiled, before, outputs)
+            n = compiled.layout.num_state
+            self._engine.assign(targets, outputs[:n])
+            self._born.clear()
+            for item in self._optimizers:
+                # What a scheduler looks at to see that the optimizer came before it.
+                item._opt_called = True  # type: ignore[attr-defined]
+            result: StepOutput = trees.unflatten(compiled.step.output, outputs[n:])
+            return result
+
+    def compile(self, batches: Any) -> Report:
+        """Trace and lower for windows like this one, without running anything.
+
+        Args:
+            batches: as for a call; only shapes and dtypes matter.
+
+        Returns:
+            The report so far.
+        """
+        with self._lock:
+            self._prepare(batches)
+        return self._report
+
+    def _prepare(self, batches: Any) -> tuple[_Compiled, Optimizers, Window]:
+        window = as_window(batches)
+        opt = self._opt()
+        numbers = opt.numbers()
+        key = self._trace_key(window, opt)
+        compiled = self._compiled.get(tuple(key.values()))
+        if compiled is not None and _guards_hold(compiled.update, numbers):
+            return compiled, opt, window
+        if self._last_key is None:
+            reason = "first call"
+        else:
+            changed = [k for k, v in key.items() if self._last_key.get(k) != v]
+            reason = ", ".join(changed) + " changed" if changed else "a hyperparameter changed"
+        compiled = self._build(key, window, opt)
+        self._compiled[tuple(key.values())] = compiled
+        self._last_key = key
+        self._report.reasons.append(reason)
+        log.info("new program: %s", reason)
+        return compiled, opt, window
+
+    def _trace_key(self, window: Window, opt: Optimizers) -> dict[str, Any]:
+        """What a trace depends on, by name."""
+        leaves, spec = trees.flatten(window.tree)
+        params = models.parameters(self.model)
+        return {
+            "batch shapes or dtypes": (spec, tuple(TensorSpec.of(x) for x in leaves)),
+            "train() or eval()": tuple(m.training for m in self.model.modules()),
+            "requires_grad": tuple(p.requires_grad for p in params.values()),
+            "parameters": tuple((n, TensorSpec.of(p)) for n, p in params.items()),
+            "buffers": tuple((n, TensorSpec.of(b)) for n, b in models.buffers(self.model).items()),
+            "optimizer": opt.static(),
+            "optimizer state": tuple(
+                (n, k, TensorSpec.of(v)) for n, e in opt.state().items() for k, v in e.items()
+            )
+            if self._report.traces
+            else (),
+            "autocast": autocast_state(self._engine.device.type),
+        }
+
+    # Building --------------------------------------------------------------------------
+
+    def _build(self, key: dict[str, Any], window: Window, opt: Optimizers) -> _Compiled:
+        start = time.perf_counter()
+        m = self._microbatch(key, window, opt)
+        params = models.parameters(self.model)
+        specs = {n: TensorSpec.of(params[n]) for n in m.trainable}
+        state, born = self._initial_state(opt, specs, m)
+        state_specs = {n: {k: TensorSpec.of(v) for k, v in e.items()} for n, e in state.items()}
+        update = opt.capture_update(specs, m.reached, state_specs, born)
+        buffers = {n: TensorSpec.of(b) for n, b in models.buffers(self.model).items()}
+        leaves, _ = trees.flatten(window.tree)
+        layout = Layout(
+            specs,
+            {n: s for n, s in buffers.items() if n in m.changed},
+            {(n, k): state_specs[n][k] for n, k in update.keys},
+            {n: TensorSpec.of(params[n]) for n in m.frozen},
+            {n: s for n, s in buffers.items() if n not in m.changed},
+            len(opt.numbers()) + len(update.born),
+            [TensorSpec.of(x) for x in leaves],
+            trees.paths(window.tree, "window"),
+        )
+        step = trace_step(layout, m, update, self.options)
+        _check_state(layout, step)
+        self._report.seconds["capture"] += time.perf_counter() - start
+        program = self._engine.compile(step.graph, layout.num_state if self.donate else 0)
+        self._report.seconds["lower"] += program.seconds["lower"]
+        self._install(opt, state)
+        self._born.update(born)
+        # The key of a first call had no optimizer state in it; the next one will.
+        key["optimizer state"] = tuple(
+            (n, k, TensorSpec.of(v)) for n, e in opt.state().items() for k, v in e.items()
+        )
+        return _Compiled(program, step, layout, update)
+
+    def _microbatch(self, key: dict[str, Any], window: Window, opt: Optimizers) -> Microbatch:
+        leaves, tree = trees.flatten(window.tree)
+        batch = [TensorSpec(tuple(x.shape[1:]), x.dtype) for x in leaves]
+        watched = ("train() or eval()", "requires_grad", "parameters", "buffers", "autocast")
+        trainable = [
+            n for n, p in models.parameters(self.model).items() if p.requires_grad and n in opt.held
+        ]
+        place = (tree, tuple(batch), tuple(trainable), *(key[k] for k in watched))
+        if place not in self._microbatches:
+            params = models.parameters(self.model)
+            setting = Setting(
+                self.model,
+                self.loss_fn,
+                {n: self._computed(params[n]) for n in trainable},
+                {n: self._computed(p) for n, p in params.items() if n not in trainable},
+                {n: TensorSpec.of(b) for n, b in models.buffers(self.model).items()},
+                batch,
+                tree,
+                self._engine.device.type,
+            )
+            self._microbatches[place] = trace_microbatch(setting)
+            self._report.traces += 1
+        return self._microbatches[place]
+
+    def _computed(self, p: Tensor) -> TensorSpec:
+        dtype = self.options.compute_dtype
+        spec = TensorSpec.of(p)
+        return spec._replace(dtype=dtype) if dtype and p.is_floating_point() else spec
+
+    def _initial_state(
+        self, opt: Optimizers, specs: dict[str, TensorSpec], m: Microbatch
+    ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+        """The optimizer's state now, with what is missing as the optimizer would make it."""
+        state = opt.state()
+        missing = [n for n in m.reached if n not in state]
+        if not missing:
+            return state, []
+        graph, keys, born = opt.initial_state(specs, missing)
+        params = models.parameters(self.model)
+        # On the host: these few operations aren't worth a program of their own.
+        values = [params[n].detach().cpu() for n in specs]
+        values += [torch.zeros(specs[n].shape, dtype=specs[n].dtype) for n in missing]
+        values += [torch.tensor(opt.numbers(), dtype=torch.float64), *graph.captured]
+        for (name, key), value in zip(keys, graph(*values), strict=True):
+            state.setdefault(name, {})[key] = self._engine.put(value)
+        return state, born
+
+    def _install(self, opt: Optimizers, state: dict[str, dict[str, Tensor]]) -> None:
+        now = opt.state()
+        for name, entries in state.items():
+            for key, value in entries.items():
+                if now.get(name, {}).get(key) is not value:
+                    opt.install(name, key, value)
+
+    # Values ----------------------------------------------------------------------------
+
+    def _targets(self, compiled: _Compiled, opt: Optimizers) -> list[Tensor]:
+        params, buffers = models.parameters(self.model), models.buffers(self.model)
+        state = opt.state()
+        return [
+            *(params[n] for n in compiled.layout.params),
+            *(buffers[n] for n in compiled.layout.buffers),
+            *(state[n][k] for n, k in compiled.layout.opt_state),
+            self._rng,
+            self._step,
+        ]
+
+    def _read_only(self, compiled: _Compiled, opt: Optimizers, window: Window) -> list[Tensor]:
+        params, buffers = models.parameters(self.model), models.buffers(self.model)
+        flags = [float(n in self._born) for n in compiled.update.born]
+        count = window.count
+        if not isinstance(count, Tensor):
+            count = torch.tensor(count)
+        leaves, _ = trees.flatten(window.tree)
+        rest = [
+            self._hyperparameters([*opt.numbers(), *flags]),
+            count.to(torch.int32),
+            *leaves,
+            *compiled.step.graph.captured,
+        ]
+        return [
+            *(params[n].detach() for n in compiled.layout.frozen),
+            *(buffers[n] for n in compiled.layout.constants),
+            *(self._engine.move(t) for t in rest),
+        ]
+
+    def _hyperparameters(self, numbers: list[float]) -> Tensor:
+        if self._numbers is None or self._numbers[0] != numbers:
+            packed = torch.tensor(numbers, dtype=torch.float64)
+            self._numbers = numbers, self._engine.put(packed)
+        return self._numbers[1]
+
+    def _own(self, targets: Sequence[Tensor]) -> None:
+        """Separate buffers whenever a state leaf is another object than at the last step."""
+        if any(self._owned.get(i) is not t for i, t in enumerate(targets)):
+            self._engine.own(targets)
+            self._owned = dict(enumerate(targets))
+
+    def _note_program(
+        self, compiled: _Compiled, before: list[int] | None, outputs: Sequence[Tensor]
+    ) -> None:
+        self._noted.append(compiled.program)
+        self._report.compiles += 1
+        self._report.seconds["compile"] += compiled.program.seconds["compile"]
+        n = compiled.layout.num_state
+        self._report.num_state = n
+        graph = compiled.step.graph
+        after = self._engine.addresses(outputs[:n]) if before else []
+        self._report.leaves = [
+            Leaf(
+                path,
+                spec,
+                donated=self.donate and i < n,
+                in_place=before[i] == after[i] if before and i < n else None,
+            )
+            for i, (path, spec) in enumerate(zip(graph.names, graph.inputs, strict=True))
+        ]
+
+    # State -----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainState:
+        """The live state: the model's and optimizer's own tensors."""
+        opt = self._opt()
+        params = dict(models.parameters(self.model))
+        return TrainState(
+            {**params}, models.buffers(self.model), opt.state(), self._rng, self._step
+        )
+
+    @torch.no_grad()
+    def load_state(self, state: TrainState) -> None:
+        """Copy a state into the model, the optimizer and this step.
+
+        Args:
+            state: of the same structure, shapes and dtypes as `state`.
+
+        Raises:
+            StateError: naming the leaves that differ; nothing was changed.
+        """
+        mine = self.state
+        pairs = _matching(mine, state)
+        for target, value in pairs:
+            target.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Key and step count, as a plain dict that loads with ``weights_only=True``."""
+        return {"rng": self._rng.cpu().clone(), "step": int(self._step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` gave.
+
+        Raises:
+            StateError: when it isn't such a dict; nothing was changed.
+        """
+        key = state.get("rng")
+        if not isinstance(key, Tensor) or TensorSpec.of(key) != TensorSpec((2,), torch.int32):
+            raise StateError("state['rng'] must be an int32[2] tensor, as TrainStep.state_dict gives")
+        if not isinstance(state.get("step"), int):
+            raise StateError("state['step'] must be an int, as TrainStep.state_dict gives")
+        self._rng = self._engine.put(key)
+        self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
+
+    def report(self) -> Report:
+        """What was compiled and donated so far."""
+        return self._report
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse: compiled programs can't be pickled or copied."""
+        raise StateError(
+            "a TrainStep can't be pickled or copied; save model.state_dict(), opt.state_dict() "
+            "and step.state_dict(), and make a new TrainStep"
+        )
+
+
+def _guards_hold(update: Update, numbers: list[float]) -> bool:
+    return all(g.question(numbers) == g.answer for g in update.guards)
+
+
+def _check_state(layout: Layout, step: Step) -> None:
+    n = layout.num_state
+    lines = [
+        f"  {path} enters as {a} and leaves as {b}"
+        for path, a, b in zip(
+            step.graph.names[:n], step.graph.inputs[:n], step.graph.outputs[:n], strict=True
+        )
+        if a != b
+    ]
+    if lines:
+        raise CarryError("the step changes the shape or dtype of its state:\n" + "\n".join(lines))
+
+
+def _matching(mine: TrainState, other: TrainState) -> list[tuple[Tensor, Tensor]]:
+    a, spec = trees.flatten(mine)
+    b, other_spec = trees.flatten(other)
+    if spec != other_spec:
+        raise StateError(
+            "the state has other leaves than this step:\n"
+            + trees.describe_difference(mine, other, "state")
+        )
+    paths = trees.paths(mine, "state")
+    lines = [
+        f"  {p}: {TensorSpec.of(y)} given, {TensorSpec.of(x)} needed"
+        for p, x, y in zip(paths, a, b, strict=True)
+        if TensorSpec.of(x) != TensorSpec.of(y)
+    ]
+    if lines:
+        raise StateError("the state doesn't fit this step:\n" + "\n".join(lines))
+    return list(zip(a, b, strict=True))
+
+
+_steps: weakref.WeakKeyDictionary[nn.Module, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
+_MANY_LOSSES = 3
+
+
+def train_step(
+    model: nn.Module, opt: Any, batches: PyTree, loss_fn: LossFn | None = None, **options: Any
+) -> StepOutput:
+    """One optimizer step over the microbatches in `batches`.
+
+    Finds or makes the `TrainStep` of (model, opt, loss_fn, options) and calls it.
+
+    Args:
+        model: as for `TrainStep`.
+        opt: as for `TrainStep`.
+        batches: a `Window`, or a list or iterator of microbatches.
+        loss_fn: a function defined once, outside the training loop.
+        **options: as for `TrainStep`.
+
+    Returns:
+        A `StepOutput`.
+
+    Raises:
+        FuncaccError: as `TrainStep` and its call.
+
+    Example:
+        >>> import torch, funcacc
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = torch.optim.AdamW(model.parameters())
+        >>> def loss_fn(model, batch):
+        ...     return funcacc.losses.mse(model(batch["x"]), batch["y"])
+        >>> window = funcacc.split({"x": torch.ones(8, 2), "y": torch.zeros(8, 1)}, 4)
+        >>> funcacc.train_step(model, opt, window, loss_fn).weight
+        tensor(8.)
+    """
+    made = _steps.setdefault(model, {})
+    optimizers = tuple(map(id, opt)) if isinstance(opt, (list, tuple)) else (id(opt),)
+    key = (optimizers, loss_fn, tuple(sorted(options.items(), key=lambda kv: kv[0])))
+    if key not in made:
+        made[key] = TrainStep(model, opt, loss_fn, **options)
+        if len(made) == _MANY_LOSSES and len({k[1] for k in made}) == _MANY_LOSSES:
+            warnings.warn(
+                "train_step was given a new loss function on each call, and traces and compiles "
+                "each; define the loss function once, outside the training loop",
+                stacklevel=2,
+            )
+    return made[key](batches)
