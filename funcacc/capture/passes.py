@@ -25,6 +25,14 @@ _COPIES = {
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
 }
+_REDUCING = {
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.var_mean.correction,
+    aten.var.correction,
+}
 _PROMOTING = {
     getattr(packet, name)
     for packet in (
@@ -97,6 +105,10 @@ def simplify(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
         elif node.target in _PROMOTING:
             _promote(module.graph, node)
+        elif node.target in _REDUCING and len(node.args) > 1 and node.args[1] == []:
+            # "All dimensions"; torch_xla takes it for none.
+            rank = node.args[0].meta["val"].ndim
+            node.args = (node.args[0], list(range(rank)), *node.args[2:])
     module.graph.eliminate_dead_code()
     module.recompile()
 

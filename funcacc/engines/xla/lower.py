@@ -17,6 +17,9 @@ from funcacc.errors import EngineError
 from funcacc.types import TensorSpec
 
 
+aten = torch.ops.aten
+
+
 def check_operations(graph: Graph) -> None:
     """Refuse operations that torch_xla lacks, before anything was lowered.
 
@@ -72,7 +75,10 @@ def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list
         if "device" in kwargs:
             kwargs = {**kwargs, "device": device}
         native = _NATIVE.get(node.target)
-        if native:
+        if node.target is aten.full.default and kwargs.get("dtype") is torch.bool:
+            # A boolean constant would become a tensor outside the program.
+            env[node] = torch.full(args[0], int(args[1]), dtype=torch.int32, device=device) != 0
+        elif native:
             env[node] = native(device, *args)
         elif node.target is operator.getitem:
             env[node] = args[0][args[1]]
