@@ -166,7 +166,9 @@ class Optimizers:
             # One tensor at a time: lists would be split again by most engines, and the
             # fused kernels exist on few devices.
             flags = {k: False for k in ("foreach", "fused") if k in group}
-            members = [params[self.names[id(p)]] for p in group["params"]]
+            members = [
+                params[self.names[id(p)]] for p in group["params"] if self.names[id(p)] in params
+            ]
             shadow.param_groups.append({**hypers, **flags, "params": members})
             for p in group["params"]:
                 name = self.names[id(p)]

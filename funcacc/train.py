@@ -419,6 +419,11 @@ class TrainStep:
         self._rng = self._engine.put(key)
         self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
 
+    @property
+    def programs(self) -> list[Program]:
+        """The compiled programs that have run, oldest first."""
+        return list(self._noted)
+
     def report(self) -> Report:
         """What was compiled and donated so far."""
         return self._report

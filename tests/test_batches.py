@@ -1,0 +1,61 @@
+"""Windows: stacking, splitting, tails and refusals."""
+
+import numpy as np
+import pytest
+import torch
+
+import funcacc
+from funcacc.batches import as_window
+
+
+def test_stack_keeps_structure_and_takes_numpy():
+    window = funcacc.stack([{"b": np.full((2,), i), "a": (torch.ones(1), None)} for i in range(3)])
+    assert list(window.tree) == ["b", "a"]
+    assert window.tree["b"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert window.tree["a"][1] is None
+    assert (window.capacity, window.count) == (3, 3)
+
+
+def test_windows_keep_the_tail():
+    made = list(funcacc.windows([torch.tensor([float(i)]) for i in range(10)], 4))
+    assert [w.count for w in made] == [4, 4, 2]
+    assert [w.capacity for w in made] == [4, 4, 4]
+    assert made[2].tree.flatten().tolist() == [8, 9, 0, 0]
+
+
+def test_split_covers_all_rows_once():
+    window = funcacc.split(torch.arange(6), 3)
+    assert window.tree.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("batch", [torch.ones(3), {"x": torch.ones(3)}, (torch.ones(3),)])
+def test_one_batch_is_not_guessed_to_be_a_window(batch):
+    with pytest.raises(funcacc.FuncaccError, match=r"write \[batch\].*funcacc\.split\(batch, n\)"):
+        as_window(batch)
+
+
+@pytest.mark.parametrize("rows", [10, 2])
+def test_split_names_both_numbers(rows):
+    with pytest.raises(funcacc.FuncaccError, match=rf"has {rows} rows.*into 4 microbatches"):
+        funcacc.split({"x": torch.zeros(rows, 1)}, 4)
+
+
+def test_disagreements_name_microbatch_leaf_and_both_shapes():
+    rows = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(1, 3)}]
+    with pytest.raises(funcacc.FuncaccError) as e:
+        funcacc.stack(rows)
+    assert "microbatch[1]['x'] is float32[1,3]" in str(e.value)
+    assert "in microbatch[0] it is float32[2,3]" in str(e.value)
+    with pytest.raises(funcacc.FuncaccError, match=r"microbatch\[1\]\['y'\] is new"):
+        funcacc.stack([{"x": torch.zeros(2)}, {"y": torch.zeros(2)}])
+
+
+def test_empty_windows_and_strings_are_refused():
+    with pytest.raises(funcacc.FuncaccError, match="0 microbatches"):
+        funcacc.stack([])
+    with pytest.raises(funcacc.FuncaccError, match="size is 0"):
+        funcacc.windows([], 0)
+    with pytest.raises(funcacc.FuncaccError, match=r"microbatch\[0\]\['s'\] is a str"):
+        funcacc.stack([{"s": "text"}])
+    with pytest.raises(funcacc.FuncaccError, match="count is 5.*capacity is 2"):
+        as_window(funcacc.Window(torch.zeros(2, 1), 5))

@@ -1,0 +1,124 @@
+"""Exact numbers: weights, terms, windows, aux, clipping, dtypes, skipped windows."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import funcacc
+
+
+class Scalar(nn.Module):
+    def __init__(self, value=1.0, dtype=torch.float32):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([value], dtype=dtype))
+
+
+def run(engine, loss, batches, model=None, lr=1.0, **options):
+    model = (model or Scalar()).to(funcacc.device(engine))
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+    out = funcacc.train_step(model, opt, batches, loss, **options)
+    return out, model.w.detach().cpu()
+
+
+def weighted(model, b):
+    return funcacc.Loss((model.w * b["total"]).sum(), b["weight"])
+
+
+def rows(*pairs):
+    return [{"total": torch.tensor(float(t)), "weight": torch.tensor(float(w))} for t, w in pairs]
+
+
+def test_token_weighting_is_exact(engine):
+    out, w = run(engine, weighted, rows((10, 5), (10, 2), (9, 9)))
+    assert out.loss.item() == pytest.approx(1.8125)
+    assert w.item() == pytest.approx(1 - 1.8125)
+    assert out.weight.item() == 16
+
+
+def test_zero_weights_contribute_nothing(engine):
+    out, _ = run(engine, weighted, rows((10, 5), (0, 0), (6, 3)))
+    assert out.loss.item() == pytest.approx(2.0)
+    out, w = run(engine, weighted, rows((0, 0), (0, 0)))
+    assert (out.loss.item(), w.item()) == (0.0, 1.0)
+
+
+def test_each_term_has_its_own_normaliser(engine):
+    def loss(model, b):
+        return weighted(model, b) + 0.5 * funcacc.Loss.mean((model.w * 0.3).sum())
+
+    out, w = run(engine, loss, rows((10, 5), (10, 2), (9, 9)))
+    assert out.loss.item() == pytest.approx(1.8125 + 0.15)
+    assert w.item() == pytest.approx(1 - 1.8125 - 0.15)
+
+
+def test_a_short_window_is_divided_by_what_is_there(engine):
+    def loss(model, b):
+        return (model.w * b).sum()
+
+    (window,) = funcacc.windows([torch.tensor([1.0]), torch.tensor([3.0])], 4)
+    out, w = run(engine, loss, window)
+    assert out.loss.item() == pytest.approx(2.0)
+    assert w.item() == pytest.approx(-1.0)
+
+
+def test_clipping_is_of_the_mean_gradient(engine):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+
+    batches = [torch.tensor([10.0, 0.0]), torch.tensor([0.0, 0.0])]
+    out, w = run(engine, lambda m, b: (m.w * b).sum(), batches, Two(), clip_norm=1.0)
+    assert out.grad_norm.item() == pytest.approx(5.0)
+    assert w.tolist() == pytest.approx([-1.0, 0.0], abs=1e-5)
+
+
+def test_aux_reductions(engine):
+    def loss(model, b):
+        aux = {
+            "z": b,
+            "sum": funcacc.Sum(b > 1),
+            "last": funcacc.Last(b),
+            "stack": funcacc.Stack(b),
+            "mean": (funcacc.Mean(b, b),),
+        }
+        return (model.w * b).sum(), aux
+
+    out, _ = run(engine, loss, [torch.tensor(float(i)) for i in (1, 2, 3)])
+    assert list(out.aux) == ["z", "sum", "last", "stack", "mean"]
+    assert out.aux["z"].item() == pytest.approx(2.0)
+    assert out.aux["sum"].item() == 2
+    assert out.aux["last"].item() == 3.0
+    assert out.aux["stack"].tolist() == [1.0, 2.0, 3.0]
+    assert out.aux["mean"][0].item() == pytest.approx(14 / 6)
+
+
+def test_sums_are_kept_in_float32_for_bfloat16(engine):
+    model = Scalar(0.0, torch.bfloat16)
+    batches = [torch.ones(1, dtype=torch.bfloat16)] * 512
+
+    def loss(model, b):
+        return funcacc.Loss((model.w * b).sum(), 1.0)
+
+    _, w = run(engine, loss, batches, model)
+    assert w.item() == -1.0
+    assert w.dtype == torch.bfloat16
+
+
+def test_a_window_that_is_not_finite_changes_nothing(engine):
+    model = Scalar().to(funcacc.device(engine))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = funcacc.TrainStep(
+        model, opt, lambda m, b: (m.w * b).sum(), skip_nonfinite=True
+    )
+    step([torch.ones(1)] * 2)
+    before = [model.w.detach().cpu().clone()]
+    before += [v.cpu().clone() for v in opt.state[model.w].values()]
+    out = step([torch.ones(1), torch.full((1,), math.inf)])
+    assert bool(out.skipped)
+    after = [model.w.detach().cpu(), *(v.cpu() for v in opt.state[model.w].values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert step.state_dict()["step"] == 1
+    assert not bool(step([torch.ones(1)] * 2).skipped)
