@@ -103,6 +103,8 @@ def simplify(module: fx.GraphModule) -> None:
         if node.target in _COPIES and _same_layout(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+        elif node.target is aten.copy.default:
+            _replace_copy(module.graph, node)
         elif node.target in _PROMOTING:
             _promote(module.graph, node)
         elif node.target in _REDUCING and len(node.args) > 1 and node.args[1] == []:
@@ -111,6 +113,23 @@ def simplify(module: fx.GraphModule) -> None:
             node.args = (node.args[0], list(range(rank)), *node.args[2:])
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _replace_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a functional copy as cast and expand: torch_xla's own overwrites its operand."""
+    source, target = node.args[1], node.meta["val"]
+    value = source.meta["val"]
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    if value.dtype != target.dtype:
+        steps.append((aten._to_copy.default, (), {"dtype": target.dtype}))
+    if value.shape != target.shape:
+        steps.append((aten.expand.default, (list(target.shape),), {}))
+    with graph.inserting_before(node):
+        for op, args, kwargs in steps:
+            source = graph.call_function(op, (source, *args), kwargs)
+            source.meta["val"] = target
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
 
 
 def _same_layout(node: fx.Node) -> bool:
