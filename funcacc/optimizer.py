@@ -131,6 +131,14 @@ class Optimizers:
             if self.names[id(p)] == name:
                 opt.state[p][key] = value
 
+    def group_of(self, name: str) -> tuple[int, int]:
+        """Which optimizer and which of its groups a parameter is in."""
+        i = self.held[name]
+        for g, group in enumerate(self.optimizers[i].param_groups):
+            if any(self.names[id(p)] == name for p in group["params"]):
+                return i, g
+        raise KeyError(name)
+
     # Tracing ---------------------------------------------------------------------------
 
     def _shadows(

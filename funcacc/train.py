@@ -294,14 +294,24 @@ class TrainStep:
         missing = [n for n in m.reached if n not in state]
         if not missing:
             return state, []
-        graph, keys, born = opt.initial_state(specs, missing)
         params = models.parameters(self.model)
-        # On the host: these few operations aren't worth a program of their own.
-        values = [params[n].detach().cpu() for n in specs]
-        values += [torch.zeros(specs[n].shape, dtype=specs[n].dtype) for n in missing]
-        values += [torch.tensor(opt.numbers(), dtype=torch.float64), *graph.captured]
-        for (name, key), value in zip(keys, graph(*values), strict=True):
-            state.setdefault(name, {})[key] = self._engine.put(value)
+        numbers = torch.tensor(opt.numbers(), dtype=torch.float64)
+        makers: dict[Any, Any] = {}
+        born = []
+        for name in missing:
+            # State is made for one parameter at a time: one trace serves all that are alike.
+            kind = (specs[name], opt.group_of(name))
+            if kind not in makers:
+                makers[kind] = opt.initial_state({name: specs[name]}, [name])
+            graph, keys, from_gradient = makers[kind]
+            if from_gradient:
+                born.append(name)
+            # On the host: these few operations aren't worth a program of their own.
+            value = params[name].detach().cpu()
+            made = graph(value, torch.zeros_like(value), numbers, *graph.captured)
+            state[name] = {
+                key: self._engine.put(v) for (_, key), v in zip(keys, made, strict=True)
+            }
         return state, born
 
     def _install(self, opt: Optimizers, state: dict[str, dict[str, Tensor]]) -> None:
