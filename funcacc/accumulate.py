@@ -208,7 +208,7 @@ class WindowInputs(NamedTuple):
     buffers: dict[str, Tensor]
     key: Tensor
     batch: list[Tensor]
-    count: Tensor
+    trips: Tensor
 
 
 def run_window(
@@ -262,7 +262,7 @@ def run_window(
         return new
 
     start = torch.zeros((), dtype=torch.int32)
-    end = loops.fori_loop(start, x.count, body, zeros)
+    end = loops.fori_loop(start, x.trips, body, zeros)
     loss, grads = _normalise(m, end, outs[cut["totals"]])
     return WindowResult(
         loss,
@@ -284,9 +284,7 @@ def _call(
 ) -> list[Tensor]:
     inputs = [*x.params.values(), *x.frozen.values(), *(buffers[n] for n in m.buffers)]
     batch = [ops.take(leaf, i) for leaf in x.batch]
-    return list(
-        ops.call(graph.serial, [*inputs, ops.fold_in(x.key, i), scales, *batch, *captured])
-    )
+    return list(ops.call(graph.serial, [*inputs, ops.fold_in(x.key, i), scales, *batch, *captured]))
 
 
 def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor]) -> Tensor:
@@ -311,7 +309,7 @@ def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor]) -> Tens
 
     start = torch.zeros((), dtype=torch.int32)
     state = [x.buffers[b] for b in m.changed] if evolving else []
-    sums, _ = loops.fori_loop(start, x.count, body, (zeros, state))
+    sums, _ = loops.fori_loop(start, x.trips, body, (zeros, state))
     weights = torch.stack([w.to(torch.float32) for w in sums])
     c = torch.tensor(m.coefficients, dtype=torch.float32)
     return torch.where(weights > 0, c / torch.where(weights > 0, weights, 1.0), 0.0)

@@ -109,7 +109,9 @@ def stack(microbatches: Iterable[PyTree]) -> Window:
         raise BatchError("a window of 0 microbatches; give at least 1")
     _, spec = trees.flatten(items[0])
     rows = [_checked_leaves(item, i, items[0], spec) for i, item in enumerate(items)]
-    return Window(trees.unflatten(spec, [torch.stack(column) for column in zip(*rows, strict=True)]))
+    return Window(
+        trees.unflatten(spec, [torch.stack(column) for column in zip(*rows, strict=True)])
+    )
 
 
 def _checked_leaves(item: PyTree, i: int, first: PyTree, spec: trees.TreeSpec) -> list[Tensor]:
@@ -181,9 +183,7 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
         if not t.ndim:
             raise BatchError(f"{p} is 0-d, so it has no batch axis to split")
         if t.shape[0] != tensors[0].shape[0]:
-            raise BatchError(
-                f"{p} has {t.shape[0]} rows, but {paths[0]} has {tensors[0].shape[0]}"
-            )
+            raise BatchError(f"{p} has {t.shape[0]} rows, but {paths[0]} has {tensors[0].shape[0]}")
         if t.shape[0] % n or not t.shape[0]:
             raise BatchError(
                 f"{p} has {t.shape[0]} rows, which don't divide into {n} microbatches; "

@@ -219,7 +219,9 @@ def _tensors(tree: PyTree, root: str) -> tuple[list[Tensor], trees.TreeSpec]:
     leaves, spec = trees.flatten(tree)
     for leaf, path in zip(leaves, trees.paths(tree, root), strict=True):
         if not isinstance(leaf, (Tensor, bool, int, float)):
-            raise CarryError(f"{path} is a {type(leaf).__name__}; a carry holds tensors and numbers")
+            raise CarryError(
+                f"{path} is a {type(leaf).__name__}; a carry holds tensors and numbers"
+            )
     return [x if isinstance(x, Tensor) else torch.tensor(x) for x in leaves], spec
 
 

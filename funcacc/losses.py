@@ -84,9 +84,7 @@ def mse(prediction: Tensor, target: Tensor) -> Loss:
     return Loss(F.mse_loss(prediction, target, reduction="sum"), float(prediction.numel()))
 
 
-def bce_with_logits(
-    logits: Tensor, target: Tensor, *, pos_weight: Tensor | None = None
-) -> Loss:
+def bce_with_logits(logits: Tensor, target: Tensor, *, pos_weight: Tensor | None = None) -> Loss:
     """Binary cross entropy of logits, summed; ``weight`` = number of elements.
 
     Args:

@@ -152,7 +152,7 @@ def device_of(model: nn.Module) -> torch.device:
     if not any(True for _ in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameters to train")
     for name, t in tensors.items():
-        if isinstance(t, nn.parameter.UninitializedTensorMixin):
+        if isinstance(t, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(
                 f"params[{name!r}] is not initialised yet (a lazy module); run one forward pass "
                 "before the first step"

@@ -51,9 +51,7 @@ class Optimizers:
         OptimizerError: for a parameter of another model, or one that two optimizers hold.
     """
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]
-    ) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> None:
         self.optimizers = list(optimizers)
         self.names = names
         seen: dict[str, int] = {}
@@ -62,8 +60,8 @@ class Optimizers:
                 name = names.get(id(p))
                 if name is None:
                     raise OptimizerError(
-                        f"{type(opt).__name__} holds a parameter of shape {tuple(p.shape)} that the "
-                        "model doesn't have; make the optimizer after moving the model, from "
+                        f"{type(opt).__name__} holds a parameter of shape {tuple(p.shape)} that "
+                        "the model doesn't have; make the optimizer after moving the model, from "
                         "model.parameters()"
                     )
                 if seen.setdefault(name, i) != i:
@@ -147,9 +145,7 @@ class Optimizers:
         """Optimizers of the same classes over traced tensors."""
         leaves, spec = self._hyper_leaves()
         numbers = iter(hypers)
-        groups = trees.unflatten(
-            spec, [next(numbers) if _is_number(x) else x for x in leaves]
-        )
+        groups = trees.unflatten(spec, [next(numbers) if _is_number(x) else x for x in leaves])
         return [
             self._shadow(opt, hyper_groups, params, state)
             for opt, hyper_groups in zip(self.optimizers, groups, strict=True)
@@ -173,7 +169,7 @@ class Optimizers:
         for group, hypers in zip(opt.param_groups, hyper_groups, strict=True):
             # One tensor at a time: lists would be split again by most engines, and the
             # fused kernels exist on few devices.
-            flags = {k: False for k in ("foreach", "fused") if k in group}
+            flags: dict[str, Any] = {k: False for k in ("foreach", "fused") if k in group}
             members = [
                 params[self.names[id(p)]] for p in group["params"] if self.names[id(p)] in params
             ]
@@ -203,12 +199,12 @@ class Optimizers:
         def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
             keys.clear()
             values, grads, hypers = _unpack(flat, params, reached, numbers)
-            recorders: dict[str, dict[str, Any]] = {n: _Recorder() for n in reached}
+            recorders = {n: _Recorder() for n in reached}
             with HostNumbers(hypers, numbers):
-                self._run(values, grads, recorders, hypers)
+                self._run(values, grads, dict(recorders), hypers)
             out = []
             for name in reached:
-                for key, first in recorders[name].first.items():  # type: ignore[attr-defined]
+                for key, first in recorders[name].first.items():
                     keys.append((name, key))
                     out.append(first)
             return out
@@ -305,7 +301,7 @@ def _check_groups(shadow: torch.optim.Optimizer, before: list[dict[str, Any]]) -
                 )
 
 
-class _Recorder(dict):  # type: ignore[type-arg]
+class _Recorder(dict):
     """A state dict that keeps a copy of the first value given to each key."""
 
     def __init__(self) -> None:
@@ -405,6 +401,7 @@ def check_supported(opt: Any) -> list[torch.optim.Optimizer]:
             )
         reason = _REFUSED.get(type(item).__name__)
         if reason:
-            raise OptimizerError(f"{type(item).__name__} can't be part of a compiled step: {reason}")
+            raise OptimizerError(
+                f"{type(item).__name__} can't be part of a compiled step: {reason}"
+            )
     return items
-

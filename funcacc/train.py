@@ -309,9 +309,7 @@ class TrainStep:
             # On the host: these few operations aren't worth a program of their own.
             value = params[name].detach().cpu()
             made = graph(value, torch.zeros_like(value), numbers, *graph.captured)
-            state[name] = {
-                key: self._engine.put(v) for (_, key), v in zip(keys, made, strict=True)
-            }
+            state[name] = {key: self._engine.put(v) for (_, key), v in zip(keys, made, strict=True)}
         return state, born
 
     def _install(self, opt: Optimizers, state: dict[str, dict[str, Tensor]]) -> None:
@@ -423,7 +421,9 @@ class TrainStep:
         """
         key = state.get("rng")
         if not isinstance(key, Tensor) or TensorSpec.of(key) != TensorSpec((2,), torch.int32):
-            raise StateError("state['rng'] must be an int32[2] tensor, as TrainStep.state_dict gives")
+            raise StateError(
+                "state['rng'] must be an int32[2] tensor, as TrainStep.state_dict gives"
+            )
         if not isinstance(state.get("step"), int):
             raise StateError("state['step'] must be an int, as TrainStep.state_dict gives")
         self._rng = self._engine.put(key)

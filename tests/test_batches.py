@@ -57,5 +57,5 @@ def test_empty_windows_and_strings_are_refused():
         funcacc.windows([], 0)
     with pytest.raises(funcacc.FuncaccError, match=r"microbatch\[0\]\['s'\] is a str"):
         funcacc.stack([{"s": "text"}])
-    with pytest.raises(funcacc.FuncaccError, match="count is 5.*capacity is 2"):
+    with pytest.raises(funcacc.FuncaccError, match=r"count is 5.*capacity is 2"):
         as_window(funcacc.Window(torch.zeros(2, 1), 5))

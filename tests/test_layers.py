@@ -58,9 +58,7 @@ def imported(path: Path) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("funcacc"):
             children = [f"{node.module}.{a.name}" for a in node.names]
             as_file = {c: PACKAGE.parent / Path(*c.split(".")) for c in children}
-            modules = [
-                c for c, p in as_file.items() if p.with_suffix(".py").exists() or p.is_dir()
-            ]
+            modules = [c for c, p in as_file.items() if p.with_suffix(".py").exists() or p.is_dir()]
             found += modules if len(modules) == len(children) else [node.module, *modules]
         elif isinstance(node, ast.Import):
             found += [a.name for a in node.names if a.name.startswith("funcacc")]

@@ -110,9 +110,7 @@ def test_sums_are_kept_in_float32_for_bfloat16(engine):
 def test_a_window_that_is_not_finite_changes_nothing(engine):
     model = Scalar().to(funcacc.device(engine))
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = funcacc.TrainStep(
-        model, opt, lambda m, b: (m.w * b).sum(), skip_nonfinite=True
-    )
+    step = funcacc.TrainStep(model, opt, lambda m, b: (m.w * b).sum(), skip_nonfinite=True)
     step([torch.ones(1)] * 2)
     before = [model.w.detach().cpu().clone()]
     before += [v.cpu().clone() for v in opt.state[model.w].values()]

@@ -43,9 +43,7 @@ def loss_fn(model, batch):
 
 
 def microbatches(k, shape=(6, 5)):
-    return [
-        {"x": torch.randn(shape), "y": torch.randint(0, 3, (shape[0],))} for _ in range(k)
-    ]
+    return [{"x": torch.randn(shape), "y": torch.randint(0, 3, (shape[0],))} for _ in range(k)]
 
 
 def on(engine, model):
@@ -54,9 +52,7 @@ def on(engine, model):
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1.0),
-    "momentum": lambda p: torch.optim.SGD(
-        p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1
-    ),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-4),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
 }
@@ -124,9 +120,8 @@ def test_buffers_lie_in_their_own_slots_and_old_ones_are_gone():
     step = funcacc.TrainStep(model, opt, loss_fn)
     window = funcacc.stack(microbatches(3))
     step(window)
-    from funcacc.engines.xla import private
-
     from funcacc import trees
+    from funcacc.engines.xla import private
 
     leaves = [t for t in trees.flatten(step.state)[0]]
     private.wait()
@@ -308,9 +303,7 @@ def test_key_and_step_are_saved_and_restored(engine):
     torch.manual_seed(0)
     model, step = make()
     step(data)
-    saved, weights = step.state_dict(), {
-        k: v.cpu().clone() for k, v in model.state_dict().items()
-    }
+    saved, weights = step.state_dict(), {k: v.cpu().clone() for k, v in model.state_dict().items()}
     step(data)
     model2, step2 = make()
     model2.load_state_dict(weights)

@@ -64,14 +64,14 @@ class UserTensors(TorchFunctionMode):
             )
             return self.lift(x) if foreign else x
         if isinstance(x, (list, tuple)):
-            return type(x)(*map(self.admit, x)) if hasattr(x, "_fields") else type(x)(
-                map(self.admit, x)
+            return (
+                type(x)(*map(self.admit, x))
+                if hasattr(x, "_fields")
+                else type(x)(map(self.admit, x))
             )
         return x
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with stand-ins for real tensors, on the CPU."""
         kwargs = {k: self.admit(v) for k, v in (kwargs or {}).items()}
         if func not in _FACTORIES:
@@ -103,9 +103,7 @@ class Tracing:
     """
 
     def __init__(self, outer: Tracing | None) -> None:
-        self.fake_mode = (
-            outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
-        )
+        self.fake_mode = outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
         self.tensors = UserTensors(self.fake_mode)
         self.random = RandomOperations()
         self.keep: list[Any] = []
@@ -185,9 +183,7 @@ def tracing(device_type: str = "cpu") -> Iterator[Tracing]:
             stack.enter_context(_surrounding_autocast(device_type))
             stack.enter_context(torch.enable_grad())
             # transformers (and others) leave their host reads out of a compiled program.
-            stack.enter_context(
-                mock.patch.object(torch.compiler, "is_compiling", lambda: True)
-            )
+            stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", lambda: True))
             # Checkpointing rewinds the generator by these two before it recomputes.
             stack.enter_context(mock.patch.object(torch, "get_rng_state", _random_state))
             stack.enter_context(mock.patch.object(torch, "set_rng_state", _set_random_state))

@@ -53,7 +53,6 @@ def _batch_norm(
     return out.to(x.dtype), *saved
 
 
-
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table: core ATen, with batch normalisation written out."""

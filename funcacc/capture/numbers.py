@@ -105,8 +105,9 @@ class HostNumbers(TorchFunctionMode):
             return
         operands = [self._known.get(id(a), a) for a in args]
         known = [o for o in operands if isinstance(o, _Known)]
-        if not known or any(isinstance(o, (Tensor, list, tuple)) and not isinstance(o, _Known)
-                            for o in operands):
+        if not known or any(
+            isinstance(o, (Tensor, list, tuple)) and not isinstance(o, _Known) for o in operands
+        ):
             return
         value = _on_host(func, [o.value if isinstance(o, _Known) else o for o in operands])
 

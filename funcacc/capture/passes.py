@@ -36,10 +36,24 @@ _REDUCING = {
 _PROMOTING = {
     getattr(packet, name)
     for packet in (
-        aten.add, aten.sub, aten.mul, aten.div, aten.pow, aten.maximum, aten.minimum,
-        aten.atan2, aten.fmod, aten.remainder, aten.where, aten.eq, aten.ne, aten.lt,
-        aten.le, aten.gt, aten.ge,
-    )  # fmt: skip
+        aten.add,
+        aten.sub,
+        aten.mul,
+        aten.div,
+        aten.pow,
+        aten.maximum,
+        aten.minimum,
+        aten.atan2,
+        aten.fmod,
+        aten.remainder,
+        aten.where,
+        aten.eq,
+        aten.ne,
+        aten.lt,
+        aten.le,
+        aten.gt,
+        aten.ge,
+    )
     for name in packet.overloads()
     if name in ("Tensor", "Tensor_Tensor", "self", "default")
 }
@@ -168,7 +182,7 @@ def inline_calls(graph: Graph) -> None:
         mapping: dict[fx.Node, Any] = dict(zip(callee.placeholders, inputs, strict=True))
         with fx_graph.inserting_before(node):
             for inner in callee.nodes:
-                mapping[inner] = fx_graph.node_copy(inner, lambda n: mapping[n])
+                mapping[inner] = fx_graph.node_copy(inner, mapping.__getitem__)
         outputs = [mapping[r] for r in callee.results]
         for user in list(node.users):
             assert user.target is operator.getitem

@@ -272,9 +272,7 @@ class RandomOperations(TorchDispatchMode):
             raise CaptureError(f"{what} at {user_line()} draws random numbers without a key")
         return self.sources[-1]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace an operation that draws; pass on all others."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:

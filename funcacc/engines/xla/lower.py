@@ -16,7 +16,6 @@ from funcacc.engines.xla import natives, private
 from funcacc.errors import EngineError
 from funcacc.types import TensorSpec
 
-
 aten = torch.ops.aten
 
 

@@ -58,7 +58,7 @@ def _threefry(builder: Any, k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, An
 
 def _key_words(key: Any) -> tuple[Any, Any]:
     words = key.bitcast(U32)
-    return tuple(words.slice([i], [i + 1]).reshape([]) for i in range(2))  # type: ignore[return-value]
+    return tuple(words.slice([i], [i + 1]).reshape([]) for i in range(2))
 
 
 @functools.cache
