@@ -4,6 +4,7 @@ from funcacc import losses
 from funcacc.batches import Window, split, stack, windows
 from funcacc.engines import device, engines
 from funcacc.errors import FuncaccError
+from funcacc.jit import jit
 from funcacc.loops import fori_loop, scan, while_loop
 from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
@@ -26,6 +27,7 @@ __all__ = [
     "engines",
     "fori_loop",
     "functionalize",
+    "jit",
     "losses",
     "scan",
     "split",

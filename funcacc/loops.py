@@ -103,9 +103,17 @@ def fori_loop(
         tensor(10)
     """
     start, stop = _bound(lower, "lower"), _bound(upper, "upper")
+    leaves, spec = _tensors(init, "init")
+    entered = [TensorSpec.of(t) for t in leaves]
+
+    def body(c: tuple[Tensor, Tensor, PyTree]) -> tuple[Tensor, Tensor, PyTree]:
+        # Checked here, so that the message shows the caller's carry without the index.
+        after = check_carry(init, entered, spec, body_fn(c[0], c[2]))
+        return c[0] + 1, c[1], trees.unflatten(spec, after)
+
     (_, _, out) = while_loop(
         lambda c: c[0] < c[1],
-        lambda c: (c[0] + 1, c[1], body_fn(c[0], c[2])),
+        body,
         (start, stop.to(start.device), init),
     )
     return out
@@ -159,7 +167,7 @@ def scan(
     ys = [torch.zeros((n, *s.shape), dtype=s.dtype, device=device) for s in specs]
 
     def body(trip: Tensor, state: tuple[PyTree, list[Tensor]]) -> tuple[PyTree, list[Tensor]]:
-        i = n - 1 - trip if reverse else trip
+        i = torch.full_like(trip, n - 1) - trip if reverse else trip
         new, y = f(state[0], at(i))
         rows, _ = _tensors(y, "y")
         return new, [ops.put(buf, i, row) for buf, row in zip(state[1], rows, strict=True)]
@@ -212,7 +220,7 @@ def _bound(value: int | Tensor, name: str) -> Tensor:
         if value.ndim or value.is_floating_point() or value.dtype == torch.bool:
             raise CarryError(f"{name} is {TensorSpec.of(value)}; it must be an integer scalar")
         return value
-    return torch.tensor(value, dtype=torch.int64)
+    return torch.full((), value, dtype=torch.int64)
 
 
 def _tensors(tree: PyTree, root: str) -> tuple[list[Tensor], trees.TreeSpec]:

@@ -32,6 +32,7 @@ ORDER = [
     "engines.xla",
     "engines",
     "loops",
+    "jit",
     "accumulate",
     "step",
     "train",

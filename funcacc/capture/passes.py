@@ -82,6 +82,8 @@ def constants_to_inputs(module: fx.GraphModule, origin: dict[int, Tensor]) -> li
     last = [n for n in graph.nodes if n.op == "placeholder"]
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         value = getattr(module, node.target)
+        if getattr(value, "constant", None) is not None:
+            value = value.constant
         real = origin.get(id(value), value)
         if real is value and type(value) is Tensor and value.numel() == 1:
             _embed(graph, node, value)
@@ -95,6 +97,19 @@ def constants_to_inputs(module: fx.GraphModule, origin: dict[int, Tensor]) -> li
         graph.erase_node(node)
     module.recompile()
     return [real for real, _ in found.values()]
+
+
+def drop_unused(module: fx.GraphModule, captured: list[Tensor]) -> list[Tensor]:
+    """Drop the trailing inputs that nothing reads; returns the tensors that are left."""
+    last = [n for n in module.graph.nodes if n.op == "placeholder"][-len(captured) :]
+    kept = []
+    for node, tensor in zip(last, captured, strict=False):
+        if node.users:
+            kept.append(tensor)
+        else:
+            module.graph.erase_node(node)
+    module.recompile()
+    return kept
 
 
 def _embed(graph: fx.Graph, node: fx.Node, value: Tensor) -> None:

@@ -57,8 +57,10 @@ def capture(
 
         def traced(*tensors: Tensor) -> list[Tensor]:
             with tracing.tensors, tracing.random:
+                # Copies, so that writing into an argument stays inside the graph.
+                results = fn(tracing, *(t.clone() for t in tensors))
                 # Returned tensors may be real ones that user code merely passed on.
-                return [tracing.tensors.admit(t).detach() for t in fn(tracing, *tensors)]
+                return [tracing.tensors.admit(t).detach() for t in results]
 
         try:
             with torch.fx.traceback.preserve_node_meta():
@@ -76,8 +78,10 @@ def capture(
             raise CaptureError(f"{user_line(e.__traceback__)} can't be traced: {e}") from e
         captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
         module = _pure(first, fakes + [_fake(tracing, t) for t in captured])
-        names += [f"captured[{i}]" for i in range(len(captured))]
     passes.simplify(module)
+    if captured:
+        captured = passes.drop_unused(module, captured)
+    names += [f"captured[{i}]" for i in range(len(captured))]
     specs = [*inputs, *map(TensorSpec.of, captured)]
     return _finish(module, specs, names, captured)
 

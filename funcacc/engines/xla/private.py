@@ -169,13 +169,14 @@ def rebind(target: Tensor, value: Tensor) -> None:
 def has_kernel(operator: torch._ops.OpOverload) -> bool:
     """Whether torch_xla can lower an operation, natively or through a composite kernel.
 
-    Others would fall back to the CPU, which pending tensors can't.
+    Others would fall back to the CPU, which pending tensors can't: the process would crash.
+    (The key ``CompositeExplicitAutogradNonFunctional`` doesn't count: it leads to an ``out=``
+    form that falls back.)
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = (
         "XLA",
         "CompositeImplicitAutograd",
         "CompositeExplicitAutograd",
-        "CompositeExplicitAutogradNonFunctional",
     )
     return any(has(operator.name(), key) for key in keys)
