@@ -324,6 +324,11 @@ class TrainStep:
     def _targets(self, compiled: _Compiled, opt: Optimizers) -> list[Tensor]:
         params, buffers = models.parameters(self.model), models.buffers(self.model)
         state = opt.state()
+        for name, key in compiled.layout.opt_state:
+            # load_state_dict of torch.optim leaves step counts on the CPU.
+            if state[name][key].device.type != self._engine.device.type:
+                state[name][key] = self._engine.put(state[name][key])
+                opt.install(name, key, state[name][key])
         return [
             *(params[n] for n in compiled.layout.params),
             *(buffers[n] for n in compiled.layout.buffers),

@@ -312,3 +312,19 @@ def test_key_and_step_are_saved_and_restored(engine):
     assert step2.state_dict()["step"] == 2
     for a, b in zip(model.parameters(), model2.parameters(), strict=True):
         assert torch.equal(a.detach().cpu(), b.detach().cpu())
+
+
+def test_loading_an_optimizer_state_between_steps(engine):
+    ref = mlp()
+    model = on(engine, ref)
+    ref_opt, opt = (OPTIMIZERS["adamw"](m.parameters()) for m in (ref, model))
+    step = funcacc.TrainStep(model, opt, loss_fn)
+    for i in range(4):
+        data = microbatches(2)
+        plain_step(ref, ref_opt, loss_fn, data)
+        step(data)
+        if i == 1:
+            # Through a plain optimizer on the CPU and back, as a checkpoint would go.
+            opt.load_state_dict(copy.deepcopy(ref_opt.state_dict()))
+    assert_same(model, opt, ref, ref_opt)
+    assert step.report().compiles == 1
