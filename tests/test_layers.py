@@ -20,6 +20,7 @@ ORDER = [
     "capture.context",
     "capture.passes",
     "capture.decompositions",
+    "capture.mutation",
     "capture.trace",
     "capture.numbers",
     "model",

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.func import functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from funcacc.capture import context, passes
+from funcacc.capture import context, mutation, passes
 from funcacc.capture.decompositions import decompositions
 from funcacc.capture.graph import Graph, find
 from funcacc.capture.ops import call, loop
@@ -52,7 +53,8 @@ def capture(
     Raises:
         CaptureError: for code that can't be part of a pure graph, with the user's line.
     """
-    with context.tracing(device_type) as tracing:
+    # Python code of a module is generated when it is first called: most never are.
+    with _use_lazy_graph_module(True), context.tracing(device_type) as tracing:
         fakes = [torch.empty(s.shape, dtype=s.dtype) for s in inputs]
 
         def traced(*tensors: Tensor) -> list[Tensor]:
@@ -95,17 +97,13 @@ def _fake(tracing: context.Tracing, tensor: Tensor) -> Tensor:
 def _pure(module: fx.GraphModule, fakes: list[Tensor]) -> fx.GraphModule:
     """The same program without mutation."""
     passes.drop_profiling(module)
-    if not any(_mutates(n) for n in module.graph.nodes):
+    if mutation.write_out(module):
         return module
     module.recompile()
     with torch.no_grad():
         return make_fx(
             functionalize(module, remove="mutations"), decomposition_table=decompositions()
         )(*fakes)
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _finish(
