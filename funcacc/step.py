@@ -15,7 +15,7 @@ from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph
 from funcacc.capture.trace import capture
 from funcacc.errors import ModelError
-from funcacc.optimizer import Update
+from funcacc.optimizers.update import Update, apply
 from funcacc.types import PyTree, TensorSpec
 
 
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
     params: dict[str, TensorSpec]
     buffers: dict[str, TensorSpec]
-    opt_state: dict[tuple[str, str], TensorSpec]
+    opt_state: dict[str, TensorSpec]
     frozen: dict[str, TensorSpec]
     constants: dict[str, TensorSpec]
     numbers: int
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
         named = [
             *((f"params[{n!r}]", s) for n, s in self.params.items()),
             *((f"buffers[{n!r}]", s) for n, s in self.buffers.items()),
-            *((f"opt_state[{n!r}][{k!r}]", s) for (n, k), s in self.opt_state.items()),
+            *self.opt_state.items(),
             ("rng", TensorSpec((2,), torch.int32)),
             ("step", TensorSpec((), torch.int32)),
             *((f"params[{n!r}]", s) for n, s in self.frozen.items()),
@@ -126,12 +126,12 @@ def trace_step(layout: Layout, m: Microbatch, update: Update, options: Options) 
         )
         window = run_window(tracing, m, inputs, options.accumulate_dtype)
         grads, norm = _shape_gradients(window.grads, params, options)
-        new_params, new_state = _update(tracing, update, params, grads, state, numbers)
+        new_params, new_state = apply(tracing, update, params, grads, state, numbers)
         old = [*params.values(), *buffers.values(), *state.values(), count]
         new = [
             *new_params.values(),
             *(window.buffers[n] for n in layout.buffers),
-            *new_state,
+            *new_state.values(),
             count + 1,
         ]
         skipped = torch.zeros((), dtype=torch.bool)
@@ -186,18 +186,3 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     for g in wide:
         total = total + (g * g).sum()
     return total.sqrt()
-
-
-def _update(
-    tracing: Tracing,
-    update: Update,
-    params: dict[str, Tensor],
-    grads: dict[str, Tensor],
-    state: dict[tuple[str, str], Tensor],
-    numbers: Tensor,
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    cast = [g.to(params[n].dtype) for n, g in grads.items()]
-    captured = [tracing.tensors.admit(t) for t in update.graph.captured]
-    inputs = [*params.values(), *cast, numbers, *(state[k] for k in update.keys), *captured]
-    out = list(ops.call(update.graph.serial, inputs))
-    return dict(zip(params, out, strict=False)), out[len(params) :]

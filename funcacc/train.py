@@ -21,7 +21,8 @@ from funcacc.capture.context import autocast_state
 from funcacc.engines import get_engine
 from funcacc.engines.base import Program
 from funcacc.errors import CarryError, StateError
-from funcacc.optimizer import Optimizers, Update, check_supported
+from funcacc.optimizers import adopt
+from funcacc.optimizers.update import Adopted, Update
 from funcacc.report import Leaf, Report
 from funcacc.step import Layout, Options, Step, StepOutput, trace_step
 from funcacc.types import LossFn, PyTree, TensorSpec
@@ -112,10 +113,9 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.options = Options(**options)
         self.donate = donate
-        self._optimizers = check_supported(opt)
         device = models.device_of(model)
         self._engine = get_engine(engine, device)
-        self._opt()
+        self._adopted = adopt(opt, self._names())
         start = rng.key(torch.initial_seed() if seed is None else seed)
         self._rng = self._engine.put(start)
         self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
@@ -131,9 +131,12 @@ class TrainStep:
             self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
         )
 
-    def _opt(self) -> Optimizers:
-        names = {id(p): n for n, p in models.parameters(self.model).items()}
-        return Optimizers(self._optimizers, names)
+    def _names(self) -> dict[int, str]:
+        return {id(p): n for n, p in models.parameters(self.model).items()}
+
+    def _opt(self) -> Adopted:
+        self._adopted.refresh(self._names())
+        return self._adopted
 
     # Running ---------------------------------------------------------------------------
 
@@ -154,7 +157,8 @@ class TrainStep:
             compiled, opt, window = self._prepare(batches)
             targets = self._targets(compiled, opt)
             self._own(targets)
-            values = [*targets, *self._read_only(compiled, opt, window)]
+            numbers = opt.numbers()
+            values = [*targets, *self._read_only(compiled, numbers, window)]
             self._engine.settle()
             first_run = compiled.program not in self._noted
             before = self._engine.addresses(targets) if first_run and self.donate else None
@@ -164,11 +168,13 @@ class TrainStep:
             n = compiled.layout.num_state
             self._engine.assign(targets, outputs[:n])
             self._born.clear()
-            for item in self._optimizers:
-                # What a scheduler looks at to see that the optimizer came before it.
-                item._opt_called = True  # type: ignore[attr-defined]
             result: StepOutput = trees.unflatten(compiled.step.output, outputs[n:])
+            opt.finish(compiled.update, numbers, lambda: self._moved(result))
             return result
+
+    def _moved(self, result: StepOutput) -> bool:
+        # Asked only by optimizers that keep counts on the host: reading waits.
+        return not (self.options.skip_nonfinite and bool(result.skipped))
 
     def compile(self, batches: Any) -> Report:
         """Trace and lower for windows like this one, without running anything.
@@ -183,13 +189,13 @@ class TrainStep:
             self._prepare(batches)
         return self._report
 
-    def _prepare(self, batches: Any) -> tuple[_Compiled, Optimizers, Window]:
+    def _prepare(self, batches: Any) -> tuple[_Compiled, Adopted, Window]:
         window = as_window(batches)
         opt = self._opt()
         numbers = opt.numbers()
         key = self._trace_key(window, opt)
         compiled = self._compiled.get(tuple(key.values()))
-        if compiled is not None and _guards_hold(compiled.update, numbers):
+        if compiled is not None and compiled.update.holds(numbers):
             return compiled, opt, window
         if self._last_key is None:
             reason = "first call"
@@ -203,7 +209,7 @@ class TrainStep:
         log.info("new program: %s", reason)
         return compiled, opt, window
 
-    def _trace_key(self, window: Window, opt: Optimizers) -> dict[str, Any]:
+    def _trace_key(self, window: Window, opt: Adopted) -> dict[str, Any]:
         """What a trace depends on, by name."""
         leaves, spec = trees.flatten(window.tree)
         params = models.parameters(self.model)
@@ -214,33 +220,28 @@ class TrainStep:
             "parameters": tuple((n, TensorSpec.of(p)) for n, p in params.items()),
             "buffers": tuple((n, TensorSpec.of(b)) for n, b in models.buffers(self.model).items()),
             "optimizer": opt.static(),
-            "optimizer state": tuple(
-                (n, k, TensorSpec.of(v)) for n, e in opt.state().items() for k, v in e.items()
-            )
-            if self._report.traces
-            else (),
+            "optimizer state": _specs(opt) if self._report.traces else (),
             "autocast": autocast_state(self._engine.device.type),
         }
 
     # Building --------------------------------------------------------------------------
 
-    def _build(self, key: dict[str, Any], window: Window, opt: Optimizers) -> _Compiled:
+    def _build(self, key: dict[str, Any], window: Window, opt: Adopted) -> _Compiled:
         start = time.perf_counter()
         m = self._microbatch(key, window, opt)
         params = models.parameters(self.model)
         specs = {n: TensorSpec.of(params[n]) for n in m.trainable}
-        state, born = self._initial_state(opt, specs, m)
-        state_specs = {n: {k: TensorSpec.of(v) for k, v in e.items()} for n, e in state.items()}
-        update = opt.capture_update(specs, m.reached, state_specs, born)
+        created = opt.create(params, m.reached)
+        update = opt.capture(specs, m.reached, created)
         buffers = {n: TensorSpec.of(b) for n, b in models.buffers(self.model).items()}
         leaves, _ = trees.flatten(window.tree)
         layout = Layout(
             specs,
             {n: s for n, s in buffers.items() if n in m.changed},
-            {(n, k): state_specs[n][k] for n, k in update.keys},
+            update.state,
             {n: TensorSpec.of(params[n]) for n in m.frozen},
             {n: s for n, s in buffers.items() if n not in m.changed},
-            len(opt.numbers()) + len(update.born),
+            update.size,
             [TensorSpec.of(x) for x in leaves],
             trees.paths(window.tree, "window"),
         )
@@ -249,15 +250,13 @@ class TrainStep:
         self._report.seconds["capture"] += time.perf_counter() - start
         program = self._engine.compile(step.graph, layout.num_state if self.donate else 0)
         self._report.seconds["lower"] += program.seconds["lower"]
-        self._install(opt, state)
-        self._born.update(born)
+        opt.install(created, self._engine.put)
+        self._born.update(created.born)
         # The key of a first call had no optimizer state in it; the next one will.
-        key["optimizer state"] = tuple(
-            (n, k, TensorSpec.of(v)) for n, e in opt.state().items() for k, v in e.items()
-        )
+        key["optimizer state"] = _specs(opt)
         return _Compiled(program, step, layout, update)
 
-    def _microbatch(self, key: dict[str, Any], window: Window, opt: Optimizers) -> Microbatch:
+    def _microbatch(self, key: dict[str, Any], window: Window, opt: Adopted) -> Microbatch:
         leaves, tree = trees.flatten(window.tree)
         batch = [TensorSpec(tuple(x.shape[1:]), x.dtype) for x in leaves]
         watched = ("train() or eval()", "requires_grad", "parameters", "buffers", "autocast")
@@ -286,58 +285,25 @@ class TrainStep:
         spec = TensorSpec.of(p)
         return spec._replace(dtype=dtype) if dtype and p.is_floating_point() else spec
 
-    def _initial_state(
-        self, opt: Optimizers, specs: dict[str, TensorSpec], m: Microbatch
-    ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-        """The optimizer's state now, with what is missing as the optimizer would make it."""
-        state = opt.state()
-        missing = [n for n in m.reached if n not in state]
-        if not missing:
-            return state, []
-        params = models.parameters(self.model)
-        numbers = torch.tensor(opt.numbers(), dtype=torch.float64)
-        makers: dict[Any, Any] = {}
-        born = []
-        for name in missing:
-            # State is made for one parameter at a time: one trace serves all that are alike.
-            kind = (specs[name], opt.group_of(name))
-            if kind not in makers:
-                makers[kind] = opt.initial_state({name: specs[name]}, [name])
-            graph, keys, from_gradient = makers[kind]
-            if from_gradient:
-                born.append(name)
-            # On the host: these few operations aren't worth a program of their own.
-            value = params[name].detach().cpu()
-            made = graph(value, torch.zeros_like(value), numbers, *graph.captured)
-            state[name] = {key: self._engine.put(v) for (_, key), v in zip(keys, made, strict=True)}
-        return state, born
-
-    def _install(self, opt: Optimizers, state: dict[str, dict[str, Tensor]]) -> None:
-        now = opt.state()
-        for name, entries in state.items():
-            for key, value in entries.items():
-                if now.get(name, {}).get(key) is not value:
-                    opt.install(name, key, value)
-
     # Values ----------------------------------------------------------------------------
 
-    def _targets(self, compiled: _Compiled, opt: Optimizers) -> list[Tensor]:
+    def _targets(self, compiled: _Compiled, opt: Adopted) -> list[Tensor]:
         params, buffers = models.parameters(self.model), models.buffers(self.model)
-        state = opt.state()
-        for name, key in compiled.layout.opt_state:
+        state = opt.leaves()
+        for path in compiled.layout.opt_state:
             # load_state_dict of torch.optim leaves step counts on the CPU.
-            if state[name][key].device.type != self._engine.device.type:
-                state[name][key] = self._engine.put(state[name][key])
-                opt.install(name, key, state[name][key])
+            if state[path].device.type != self._engine.device.type:
+                state[path] = self._engine.put(state[path])
+                opt.replace(path, state[path])
         return [
             *(params[n] for n in compiled.layout.params),
             *(buffers[n] for n in compiled.layout.buffers),
-            *(state[n][k] for n, k in compiled.layout.opt_state),
+            *(state[p] for p in compiled.layout.opt_state),
             self._rng,
             self._step,
         ]
 
-    def _read_only(self, compiled: _Compiled, opt: Optimizers, window: Window) -> list[Tensor]:
+    def _read_only(self, compiled: _Compiled, numbers: list[float], window: Window) -> list[Tensor]:
         params, buffers = models.parameters(self.model), models.buffers(self.model)
         flags = [float(n in self._born) for n in compiled.update.born]
         count = window.count
@@ -345,7 +311,7 @@ class TrainStep:
             count = torch.tensor(count)
         leaves, _ = trees.flatten(window.tree)
         rest = [
-            self._hyperparameters([*opt.numbers(), *flags]),
+            self._hyperparameters([*numbers, *flags]),
             count.to(torch.int32),
             *leaves,
             *compiled.step.graph.captured,
@@ -395,9 +361,7 @@ class TrainStep:
         """The live state: the model's and optimizer's own tensors."""
         opt = self._opt()
         params = dict(models.parameters(self.model))
-        return TrainState(
-            {**params}, models.buffers(self.model), opt.state(), self._rng, self._step
-        )
+        return TrainState({**params}, models.buffers(self.model), opt.tree(), self._rng, self._step)
 
     @torch.no_grad()
     def load_state(self, state: TrainState) -> None:
@@ -451,8 +415,8 @@ class TrainStep:
         )
 
 
-def _guards_hold(update: Update, numbers: list[float]) -> bool:
-    return all(g.question(numbers) == g.answer for g in update.guards)
+def _specs(opt: Adopted) -> tuple[tuple[str, TensorSpec], ...]:
+    return tuple((path, TensorSpec.of(x)) for path, x in opt.leaves().items())
 
 
 def _check_state(layout: Layout, step: Step) -> None:

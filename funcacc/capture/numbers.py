@@ -8,9 +8,14 @@ remembered as guards: when an answer changes, the graph is traced again.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import functools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -54,6 +59,56 @@ _ADDC = {
     Tensor.addcdiv_: (Tensor.add_, torch.div), torch.addcdiv: (torch.add, torch.div),
 }  # fmt: skip
 _LERP = {Tensor.lerp, Tensor.lerp_, torch.lerp}
+_CLAMP = {
+    Tensor.clamp: torch.clamp, Tensor.clamp_: Tensor.clamp_, torch.clamp: torch.clamp,
+    Tensor.clip: torch.clamp, Tensor.clip_: Tensor.clamp_, torch.clip: torch.clamp,
+}  # fmt: skip
+# Python's numbers don't change in place, whoever else holds them.
+_REBINDING = {
+    Tensor.__iadd__: torch.add, Tensor.__isub__: torch.sub, Tensor.__imul__: torch.mul,
+    Tensor.__itruediv__: torch.div, Tensor.__ipow__: torch.pow,
+}  # fmt: skip
+_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "cos", "sin", "tanh", "pow")
+
+
+def _accept_tensors(
+    plain: Callable[..., Any], over_tensors: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """A function on numbers that takes 0-d tensors too."""
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not any(isinstance(a, Tensor) for a in args):
+            return plain(*args, **kwargs)
+        return over_tensors(*args)
+
+    return either
+
+
+def _reduced(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def over_tensors(*args: Any) -> Tensor:
+        items = [_tensor(a) for a in args]
+        return functools.reduce(combine, items)
+
+    return over_tensors
+
+
+def _tensor(x: Any) -> Tensor:
+    # As an operation on constants, which HostNumbers follows.
+    return x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def _number_functions() -> Iterator[None]:
+    """Python's functions on numbers, for tensors that stand for numbers."""
+    with contextlib.ExitStack() as stack:
+        for name in _MATH:
+            over = _reduced(torch.pow) if name == "pow" else getattr(torch, name)
+            wrapped = _accept_tensors(getattr(math, name), over)
+            stack.enter_context(mock.patch.object(math, name, wrapped))
+        for name, combine in (("min", torch.minimum), ("max", torch.maximum)):
+            wrapped = _accept_tensors(getattr(builtins, name), _reduced(combine))
+            stack.enter_context(mock.patch.object(builtins, name, wrapped))
+        yield
 
 
 class HostNumbers(TorchFunctionMode):
@@ -67,15 +122,39 @@ class HostNumbers(TorchFunctionMode):
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[float]) -> None:
         super().__init__()
         self.guards: list[Guard] = []
+        self._functions = contextlib.ExitStack()
         self._known: dict[int, _Known] = {}
+        self._items: dict[int, Tensor] = {}
         for i, (t, v) in enumerate(zip(tensors, values, strict=True)):
             self._known[id(t)] = _Known(t, v, operator.itemgetter(i), frozenset({i}))
+
+    def __enter__(self) -> HostNumbers:
+        """Also let `math`, `min` and `max` take the tensors that stand for numbers."""
+        self._functions.enter_context(_number_functions())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Undo it."""
+        super().__exit__(*exc)
+        self._functions.close()
+
+    def question(self, value: Any) -> _Expr | None:
+        """How `value` follows from the numbers; None if it depends on anything else."""
+        if isinstance(value, (int, float)):
+            return lambda numbers: value
+        known = self._known.get(id(value))
+        return known.question if known else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer questions, rewrite calls that take numbers only, follow known values."""
         kwargs = kwargs or {}
         if func is Tensor.item:
-            return args[0]
+            return self._item(args[0])
+        if func is torch.scalar_tensor and isinstance(args[0], (int, float)):
+            return self._constant(args[0])
+        if func in _REBINDING and (id(args[0]) in self._known or id(args[0]) in self._items):
+            func = _REBINDING[func]
         if func in _TO_HOST:
             return self._answer(func, args[0])
         rewritten = _with_tensor_numbers(func, args, kwargs)
@@ -84,6 +163,20 @@ class HostNumbers(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._follow(func, args, kwargs, result)
         return result
+
+    def _item(self, tensor: Tensor) -> Tensor:
+        """The tensor as a Python number would be: on its own, and in double precision."""
+        if id(tensor) in self._known:
+            return tensor
+        number = tensor.double() if tensor.is_floating_point() else tensor.clone()
+        number = number.clone() if number is tensor else number
+        self._items[id(number)] = number
+        return number
+
+    def _constant(self, value: float) -> Tensor:
+        tensor = torch.full((), value, dtype=torch.float64)
+        self._known[id(tensor)] = _Known(tensor, value, lambda numbers: value, frozenset())
+        return tensor
 
     def _answer(self, func: Any, tensor: Tensor) -> Any:
         known = self._known.get(id(tensor))
@@ -138,8 +231,19 @@ def _with_tensor_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _ADDC and isinstance(kwargs.get("value"), Tensor):
         add, combine = _ADDC[func]
         return add(args[0], combine(kwargs["value"] * args[1], args[2]))
+    if func in _CLAMP:
+        limits = _limits(args, kwargs)
+        if any(isinstance(x, Tensor) for x in limits):
+            return _CLAMP[func](
+                args[0], *(x if x is None else _tensor(x).to(args[0].dtype) for x in limits)
+            )
     if func in _LERP:
         weight = args[2] if len(args) > 2 else kwargs["weight"]
         if isinstance(weight, Tensor) and weight.dtype != args[0].dtype:
             return func(args[0], args[1], weight.to(args[0].dtype))
     return None
+
+
+def _limits(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    rest = [*args[1:], None, None]
+    return kwargs.get("min", rest[0]), kwargs.get("max", rest[1])

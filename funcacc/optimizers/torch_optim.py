@@ -1,0 +1,440 @@
+"""`torch.optim` optimizers, built in or of other packages, as a training step sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.optim.optimizer as optimizer_module
+from torch import Tensor
+
+from funcacc import trees
+from funcacc.errors import OptimizerError
+from funcacc.optimizers import shadow
+from funcacc.optimizers.shadow import NUMBER, Group, Role, is_number
+from funcacc.optimizers.update import Call, Created, Rule, Update
+from funcacc.types import TensorSpec
+
+
+class _Member(NamedTuple):
+    """Where a parameter is held."""
+
+    param: Tensor
+    opt: int
+    group: int
+
+
+class _Place(NamedTuple):
+    """Where a host number is kept: in a group (`owner` is its numbers) or in state (a name)."""
+
+    owner: tuple[int, int] | str
+    leaf: int
+
+
+class TorchOptimizers:
+    """One or several `torch.optim.Optimizer` over named parameters.
+
+    Args:
+        optimizers: over disjoint parameters.
+        names: the model's parameters: id of the tensor -> name.
+
+    Raises:
+        OptimizerError: for an empty optimizer, a parameter of another model or one that two
+            optimizers hold, a class that can't be traced, or a pre-step hook.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> None:
+        self.optimizers = list(optimizers)
+        # Integer hyperparameters that the optimizer's step has been seen to change.
+        self._counters: set[tuple[int, int, str]] = set()
+        self._rules: dict[Any, list[Rule]] = {}
+        self._device_numbers: dict[int, tuple[Tensor, int, float]] = {}
+        self._seen: Any = None
+        for opt in self.optimizers:
+            _check_class(opt)
+        self.refresh(names)
+
+    def refresh(self, names: dict[int, str]) -> None:
+        """Look at the groups again, if anything in them was replaced."""
+        ids = [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
+        for opt in self.optimizers:
+            _check_hooks(opt)
+        if self._seen == (ids, names):
+            return
+        members: dict[str, _Member] = {}
+        for i, opt in enumerate(self.optimizers):
+            for g, group in enumerate(opt.param_groups):
+                for p in group["params"]:
+                    name = names.get(id(p))
+                    if name is None:
+                        raise OptimizerError(
+                            f"{type(opt).__name__} holds a parameter of shape {tuple(p.shape)} "
+                            "that the model doesn't have; make the optimizer after moving the "
+                            "model, from model.parameters()"
+                        )
+                    if name in members:
+                        raise OptimizerError(
+                            f"params[{name!r}] is in two optimizers; give each its own parameters"
+                        )
+                    members[name] = _Member(p, i, g)
+        if not members:
+            raise OptimizerError("the optimizer has no parameters; pass model.parameters()")
+        self.members = members
+        self.held = set(members)
+        self._seen = (ids, dict(names))
+
+    # Hyperparameters -------------------------------------------------------------------
+
+    def _group(self, i: int, g: int) -> Group:
+        group = self.optimizers[i].param_groups[g]
+        leaves, spec = trees.flatten({k: v for k, v in group.items() if k != "params"})
+        counters = {path for o, index, path in self._counters if (o, index) == (i, g)}
+        if counters:
+            at = dict(enumerate(trees.spec_paths(spec, f"param_groups[{g}]")))
+            numeric = tuple(n for n, x in enumerate(leaves) if _is_hyper(x) or at[n] in counters)
+        else:
+            numeric = tuple(n for n, x in enumerate(leaves) if _is_hyper(x))
+        return Group(g, leaves, spec, numeric)
+
+    def _groups(self) -> Iterator[tuple[int, Group]]:
+        for i, opt in enumerate(self.optimizers):
+            for g in range(len(opt.param_groups)):
+                yield i, self._group(i, g)
+
+    def _host_value(self, x: Any) -> float:
+        if not isinstance(x, Tensor) or x.device.type == "cpu":
+            return float(x)
+        # Reading waits for the device: only when the tensor was written to since.
+        seen = self._device_numbers.get(id(x))
+        if seen is None or seen[0] is not x or seen[1] != x._version:
+            seen = self._device_numbers[id(x)] = (x, x._version, float(x))
+        return seen[2]
+
+    def _numbered(self) -> Iterator[tuple[_Place, float]]:
+        """Each host number that is an input, with its place."""
+        for i, group in self._groups():
+            for n in group.numeric:
+                yield _Place((i, group.position), n), self._host_value(group.leaves[n])
+        for name, entries in self._entries().items():
+            # Most optimizers keep tensors only.
+            if all(isinstance(x, Tensor) for x in entries.values()):
+                continue
+            for n, x in enumerate(trees.flatten(entries)[0]):
+                if is_number(x):
+                    yield _Place(name, n), float(x)
+
+    def numbers(self) -> list[float]:
+        """The float hyperparameters as they are now, and what is counted on the host."""
+        return [x for _, x in self._numbered()]
+
+    def static(self) -> tuple[Any, ...]:
+        """Flags, strings, fixed integers; which parameters are in which group."""
+        groups = tuple((g.spec, _fixed(g)) for _, g in self._groups())
+        return groups, tuple((n, m.opt, m.group) for n, m in self.members.items())
+
+    # State -----------------------------------------------------------------------------
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        out = {}
+        for name, m in self.members.items():
+            state = self.optimizers[m.opt].state
+            # Not by [], which would make an entry.
+            entries = state.get(m.param)
+            if entries:
+                out[name] = entries
+        return out
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The state tensors by path, e.g. ``opt_state['fc.weight']['exp_avg']``."""
+        out = {}
+        for name, entries in self._entries().items():
+            root = f"opt_state[{name!r}]"
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    out[f"{root}[{key!r}]"] = value
+                elif isinstance(value, (dict, list, tuple)):
+                    inner = zip(
+                        trees.paths(value, f"{root}[{key!r}]"),
+                        trees.flatten(value)[0],
+                        strict=True,
+                    )
+                    out.update({p: x for p, x in inner if isinstance(x, Tensor)})
+        return out
+
+    def replace(self, path: str, value: Tensor) -> None:
+        """Put another tensor in the place of a state leaf."""
+        for name, entries in self._entries().items():
+            root = f"opt_state[{name!r}]"
+            if path.startswith(root):
+                _, tree = trees.flatten(entries)
+                at = trees.spec_paths(tree, root).index(path)
+                self._set_leaf(name, at, value)
+
+    def _set_leaf(self, name: str, at: int, value: Any) -> None:
+        m = self.members[name]
+        entries = self.optimizers[m.opt].state[m.param]
+        leaves, tree = trees.flatten(entries)
+        leaves[at] = value
+        entries.update(trees.unflatten(tree, leaves))
+
+    def create(self, params: Mapping[str, Tensor], reached: Sequence[str]) -> Created:
+        """What the optimizer itself would put into its state on the first step."""
+        present = self._entries()
+        makers: dict[Any, _Maker] = {}
+        entries, born = {}, []
+        for name in reached:
+            if name in present:
+                continue
+            m = self.members[name]
+            opt, group = self.optimizers[m.opt], self._group(m.opt, m.group)
+            plain = group.options([self._host_value(group.leaves[n]) for n in group.numeric])
+            kind = (m.opt, m.group, TensorSpec.of(params[name]))
+            if kind not in makers:
+                makers[kind] = _Maker(opt, plain, params[name])
+            made = makers[kind].make(params[name])
+            if made:
+                entries[name] = made
+            if makers[kind].from_gradient:
+                born.append(name)
+        return Created(entries, born)
+
+    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
+        """Give the optimizer the state that was missing."""
+        for name, entries in created.entries.items():
+            m = self.members[name]
+            on_device = {k: put(v) if isinstance(v, Tensor) else v for k, v in entries.items()}
+            self.optimizers[m.opt].state[m.param] = on_device
+
+    def tree(self) -> dict[str, dict[str, Any]]:
+        """Parameter name -> key -> value."""
+        return {name: dict(entries) for name, entries in self._entries().items()}
+
+    # The step --------------------------------------------------------------------------
+
+    def capture(
+        self, params: dict[str, TensorSpec], reached: Sequence[str], created: Created
+    ) -> Update:
+        """Trace the step: once for all parameters of a group that are alike."""
+        while True:
+            counters = set(self._counters)
+            update = self._capture(params, reached, created)
+            if counters == self._counters:
+                return update
+
+    def _capture(
+        self, params: dict[str, TensorSpec], reached: Sequence[str], created: Created
+    ) -> Update:
+        entries = {**self._entries(), **created.entries}
+        places = self._places(created)
+        roles: dict[int, list[tuple[int, Role]]] = {}
+        for name in reached:
+            m = self.members[name]
+            leaves, tree = shadow.describe_state(entries.get(name, {}))
+            role = Role(name, 0, params[name], leaves, tree, name in created.born)
+            roles.setdefault(m.opt, []).append((m.group, role))
+        calls = []
+        for i, members in roles.items():
+            together = [members]
+            if self._separable(i, members):
+                together = [[member] for member in members]
+            calls += [self._call(i, part, places, created) for part in together]
+        state = {}
+        for members in roles.values():
+            for _, role in members:
+                paths = trees.spec_paths(role.tree, f"opt_state[{role.name!r}]")
+                pairs = zip(paths, role.leaves, strict=True)
+                state.update({p: x for p, x in pairs if isinstance(x, TensorSpec)})
+        return Update(calls, state, len(places) + len(created.born), created.born)
+
+    def _places(self, created: Created) -> dict[_Place, tuple[int, float]]:
+        """Index and value of each number, with the state that is about to be installed."""
+        found = list(self._numbered())
+        values = {place: x for place, x in found if not isinstance(place.owner, str)}
+        entries = {**self._entries(), **created.entries}
+        for name in self.members:
+            for n, x in enumerate(trees.flatten(entries.get(name, {}))[0]):
+                if is_number(x):
+                    values[_Place(name, n)] = float(x)
+        return {place: (i, x) for i, (place, x) in enumerate(values.items())}
+
+    def _call(
+        self,
+        i: int,
+        members: Sequence[tuple[int, Role]],
+        places: dict[_Place, tuple[int, float]],
+        created: Created,
+    ) -> Call:
+        groups = [self._group(i, g) for g in sorted({g for g, _ in members})]
+        position = {g.position: n for n, g in enumerate(groups)}
+        roles = [r._replace(group=position[g]) for g, r in members]
+        slots = [_Place((i, g.position), n) for g in groups for n in g.numeric]
+        slots += [_Place(r.name, n) for r in roles for n, x in enumerate(r.leaves) if x is NUMBER]
+        numbers = [places[s][1] for s in slots]
+        kind = (
+            i,
+            tuple((g.position, g.spec, g.numeric, _fixed(g)) for g in groups),
+            tuple(r._replace(name=str(n)) for n, r in enumerate(roles)),
+        )
+        known = self._rules.setdefault(kind, [])
+        rule = next((r for r in known if r.holds(numbers)), None)
+        if rule is None:
+            rule = self._trace(i, groups, roles, numbers)
+            known.append(rule)
+        flags = [len(places) + created.born.index(r.name) for r in roles if r.born]
+        state = [
+            path
+            for r in roles
+            for path, x in zip(
+                trees.spec_paths(r.tree, f"opt_state[{r.name!r}]"), r.leaves, strict=True
+            )
+            if isinstance(x, TensorSpec)
+        ]
+        where = [places[s][0] for s in slots] + flags
+        return Call(rule, [r.name for r in roles], where, state)
+
+    def _trace(
+        self, i: int, groups: Sequence[Group], roles: Sequence[Role], numbers: Sequence[float]
+    ) -> Rule:
+        traced = shadow.trace_rule(self.optimizers[i], groups, roles, numbers)
+        self._counters |= {(i, g, path) for g, path in traced.counters}
+        return traced.rule
+
+    def _separable(self, i: int, members: Sequence[tuple[int, Role]]) -> bool:
+        """Whether parameters can be traced one by one: by a look at a trace of two."""
+        opt = self.optimizers[i]
+        if type(opt).__module__.startswith("torch.optim.") or len(members) < 2:
+            return True
+        pair = [members[0], next((m for m in members[1:] if m[0] == members[0][0]), members[1])]
+        groups = [self._group(i, g) for g in sorted({g for g, _ in pair})]
+        position = {g.position: n for n, g in enumerate(groups)}
+        roles = [r._replace(group=position[g]) for g, r in pair]
+        numbers = [self._host_value(g.leaves[n]) for g in groups for n in g.numeric]
+        numbers += [0.0 for r in roles for _ in range(r.numbers)]
+        traced = shadow.trace_rule(opt, groups, roles, numbers)
+        return shadow.independent(traced.rule.graph, roles)
+
+    def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
+        """Move the host's numbers on, and run the user's post-step hooks."""
+        changing = [c for c in update.calls if c.rule.moves or c.rule.adds]
+        if changing and moved():
+            self._move(changing, numbers)
+        for opt in self.optimizers:
+            # What a scheduler looks at to see that the optimizer came before it.
+            opt._opt_called = True  # type: ignore[attr-defined]
+            hooks = optimizer_module._global_optimizer_post_hooks
+            for hook in (*opt._optimizer_step_post_hooks.values(), *hooks.values()):
+                hook(opt, (), {})
+
+    def _move(self, calls: Sequence[Call], numbers: Sequence[float]) -> None:
+        places = [place for place, _ in self._numbered()]
+        new: dict[_Place, Any] = {}
+        added: dict[tuple[int, int, str], Any] = {}
+        for call in calls:
+            own = [numbers[i] for i in call.numbers if i < len(numbers)]
+            for move in call.rule.moves:
+                place = places[call.numbers[move.slot]]
+                if place not in new:
+                    new[place] = move.new(own)
+            first = self.members[call.names[0]]
+            groups = sorted({self.members[n].group for n in call.names})
+            for position, key, move in call.rule.adds:
+                where = (first.opt, groups[position], key)
+                if where not in added:
+                    added[where] = move.new(own)
+        for place, value in new.items():
+            if isinstance(place.owner, str):
+                m = self.members[place.owner]
+                old = trees.flatten(self.optimizers[m.opt].state[m.param])[0][place.leaf]
+                self._set_leaf(place.owner, place.leaf, _like(old, value))
+            else:
+                group = self._group(*place.owner)
+                leaves = list(group.leaves)
+                leaves[place.leaf] = _like(leaves[place.leaf], value)
+                opt = self.optimizers[place.owner[0]]
+                opt.param_groups[group.position].update(trees.unflatten(group.spec, leaves))
+        for (i, g, key), value in added.items():
+            self.optimizers[i].param_groups[g][key] = value
+
+
+class _Maker:
+    """Makes the first state of parameters that are alike.
+
+    Two trial runs on the host tell whether the state depends on the parameter's value or
+    on its gradient; where it does on neither, one result serves all.
+    """
+
+    def __init__(self, opt: torch.optim.Optimizer, options: dict[str, Any], param: Tensor) -> None:
+        self.opt = opt
+        self.options = options
+        value = param.detach().cpu()
+        noise = torch.Generator().manual_seed(0)
+        grad = torch.randn(value.shape, generator=noise).to(value.dtype)
+        base = self._run(value, grad)
+        self.from_gradient = not _same(base, self._run(value, -2 * grad))
+        self.constant = base if _same(base, self._run(value + 1, grad)) else None
+
+    def _run(self, value: Tensor, grad: Tensor) -> dict[str, Any]:
+        return shadow.first_state(self.opt, self.options, value.clone(), grad)
+
+    def make(self, param: Tensor) -> dict[str, Any]:
+        """The state of one parameter, on the host."""
+        if self.constant is not None:
+            return dict(self.constant)
+        value = param.detach().cpu()
+        return self._run(value, torch.zeros_like(value))
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    xs, spec = trees.flatten(a)
+    ys, other = trees.flatten(b)
+    if spec != other:
+        return False
+    return all(
+        torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else x is y or x == y
+        for x, y in zip(xs, ys, strict=True)
+    )
+
+
+def _is_hyper(x: Any) -> bool:
+    return x.numel() == 1 if isinstance(x, Tensor) else isinstance(x, float)
+
+
+def _fixed(group: Group) -> tuple[Any, ...]:
+    """The hyperparameters that aren't inputs, comparable."""
+    return tuple(
+        "number" if i in group.numeric else id(x) if isinstance(x, Tensor) else x
+        for i, x in enumerate(group.leaves)
+    )
+
+
+def _like(old: Any, value: float) -> Any:
+    if isinstance(old, Tensor):
+        return torch.full_like(old, value)
+    return int(value) if isinstance(old, int) and float(value).is_integer() else value
+
+
+_REFUSED: dict[str, str] = {
+    "LBFGS": "it calls the loss many times in one step and branches on the results",
+    "SparseAdam": "it works on sparse gradients, which an accumulator can't hold",
+}
+
+
+def _check_class(opt: torch.optim.Optimizer) -> None:
+    for cls in type(opt).__mro__:
+        if cls.__name__ in _REFUSED and cls.__module__.startswith("torch.optim"):
+            raise OptimizerError(
+                f"{type(opt).__name__} can't be part of a compiled step: {_REFUSED[cls.__name__]}"
+            )
+
+
+def _check_hooks(opt: torch.optim.Optimizer) -> None:
+    hooks = optimizer_module._global_optimizer_pre_hooks
+    if opt._optimizer_step_pre_hooks or hooks:
+        raise OptimizerError(
+            f"{type(opt).__name__} has a step pre-hook; gradients exist only inside the compiled "
+            "step, so there is nothing for it to look at: use clip_norm, clip_value or "
+            "grad_transform, or remove the hook"
+        )

@@ -1,0 +1,197 @@
+"""`Update`: an optimizer step as calls of traced rules, for the pure step to make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from funcacc.capture import ops
+from funcacc.capture.context import Tracing
+from funcacc.capture.graph import Graph
+from funcacc.capture.numbers import Guard
+from funcacc.types import TensorSpec
+
+
+class Move(NamedTuple):
+    """A host number that the optimizer changes in its step.
+
+    Attributes:
+        slot: which of the rule's numbers.
+        new: its next value, from the rule's numbers.
+    """
+
+    slot: int
+    new: Callable[[Sequence[float]], Any]
+
+
+@dataclass
+class Rule:
+    """The step for one parameter (or several that depend on each other), traced.
+
+    Attributes:
+        graph: inputs params, grads, numbers (0-d ``float64`` each), flags (1.0 on the first
+            step of a parameter whose state starts from its gradient), state tensors;
+            outputs params, state tensors.
+        guards: answers about the numbers that the trace depends on.
+        moves: numbers that change in the step.
+        adds: (position of the group, key, value) of numbers that the first step adds to a
+            parameter group.
+    """
+
+    graph: Graph
+    guards: list[Guard]
+    moves: list[Move]
+    adds: list[tuple[int, str, Move]] = field(default_factory=list)
+
+    def holds(self, numbers: Sequence[float]) -> bool:
+        """Whether the rule would be traced the same with these numbers."""
+        return all(g.question(numbers) == g.answer for g in self.guards)
+
+
+class Call(NamedTuple):
+    """A rule applied to parameters.
+
+    Attributes:
+        rule: what to do.
+        names: the parameters.
+        numbers: where the rule's numbers and flags stand among all numbers.
+        state: paths of the state leaves.
+    """
+
+    rule: Rule
+    names: list[str]
+    numbers: list[int]
+    state: list[str]
+
+
+class Update(NamedTuple):
+    """A whole optimizer step.
+
+    Attributes:
+        calls: each touches its own parameters and state.
+        state: spec of each state leaf, by path.
+        size: how many numbers and flags there are.
+        born: names whose state starts from the first gradient; their flags are the last
+            numbers, in this order.
+    """
+
+    calls: list[Call]
+    state: dict[str, TensorSpec]
+    size: int
+    born: list[str]
+
+    def holds(self, numbers: Sequence[float]) -> bool:
+        """Whether the guards of all rules agree with the numbers as they are now."""
+        return all(
+            c.rule.holds([numbers[i] for i in c.numbers if i < len(numbers)])
+            for c in self.calls
+            if c.rule.guards
+        )
+
+
+class Created(NamedTuple):
+    """State that an optimizer doesn't have yet.
+
+    Attributes:
+        entries: state to be, by parameter name; tensors are on the host.
+        born: names whose state starts from the first gradient.
+    """
+
+    entries: dict[str, Any]
+    born: list[str]
+
+
+class Adopted(Protocol):
+    """What a training step needs of the user's optimizer, whatever its kind.
+
+    Attributes:
+        held: names of its parameters.
+    """
+
+    held: set[str]
+
+    def refresh(self, names: dict[int, str]) -> None:
+        """Look at the parameters again: groups may have been added, tensors replaced."""
+
+    def numbers(self) -> list[float]:
+        """Hyperparameters and other host numbers that are inputs of the program."""
+
+    def static(self) -> tuple[Any, ...]:
+        """Everything else that a trace depends on."""
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The state tensors by path."""
+
+    def replace(self, path: str, value: Tensor) -> None:
+        """Put another tensor in the place of a state leaf."""
+
+    def create(self, params: Mapping[str, Tensor], reached: Sequence[str]) -> Created:
+        """The state that is missing for these parameters; the optimizer isn't changed."""
+
+    def capture(
+        self, params: dict[str, TensorSpec], reached: Sequence[str], created: Created
+    ) -> Update:
+        """Trace the step for the parameters that have a gradient."""
+
+    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
+        """Give the optimizer the state that was missing, on the device."""
+
+    def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
+        """Do on the host what a step does there: counts, hooks.
+
+        Args:
+            update: what ran.
+            numbers: with which numbers.
+            moved: whether the step counts; asked only where an answer is needed.
+        """
+
+    def tree(self) -> Any:
+        """The state as the user knows it."""
+
+
+def apply(
+    tracing: Tracing,
+    update: Update,
+    params: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    state: dict[str, Tensor],
+    numbers: Tensor,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The step inside a trace.
+
+    Equals, for an optimizer that treats each parameter by itself::
+
+        for name, grad in grads.items():
+            params[name], state[name] = rule(params[name], grad, numbers, state[name])
+
+    Args:
+        tracing: the surrounding trace.
+        update: the rules and where they apply.
+        params: all parameters by name.
+        grads: gradients by name.
+        state: state leaves by path.
+        numbers: ``float64[update.size]``.
+
+    Returns:
+        New parameters and state, with the same keys in the same order.
+    """
+    scalars: dict[int, Tensor] = {}
+    params, state = dict(params), dict(state)
+    for call in update.calls:
+        for i in call.numbers:
+            if i not in scalars:
+                scalars[i] = numbers[i]
+        inputs = [
+            *(params[n] for n in call.names),
+            *(grads[n].to(params[n].dtype) for n in call.names),
+            *(scalars[i] for i in call.numbers),
+            *(state[p] for p in call.state),
+            *(tracing.tensors.admit(t) for t in call.rule.graph.captured),
+        ]
+        out = list(ops.call(call.rule.graph.serial, inputs))
+        params.update(zip(call.names, out, strict=False))
+        state.update(zip(call.state, out[len(call.names) :], strict=True))
+    return params, state
