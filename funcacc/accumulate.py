@@ -318,21 +318,38 @@ def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor]) -> Tens
 def _normalise(
     m: Microbatch, end: dict[str, list[Tensor]], specs: Sequence[TensorSpec]
 ) -> tuple[Tensor, list[Tensor]]:
-    parts = []
-    for c, total, weight in zip(m.coefficients, end["totals"], end["weights"], strict=True):
-        parts.append(_ratio(c * total, weight))
+    ratios = [_Ratio(w) for w in end["weights"]]
+    parts = [
+        ratio(_scaled(c, total))
+        for c, total, ratio in zip(m.coefficients, end["totals"], ratios, strict=True)
+    ]
     loss = parts[0]
     for part in parts[1:]:
         loss = loss + part
     if len(parts) > 1:
         return loss, end["grads"]
-    return loss, [_ratio(m.coefficients[0] * g, end["weights"][0]) for g in end["grads"]]
+    return loss, [ratios[0](_scaled(m.coefficients[0], g)) for g in end["grads"]]
 
 
-def _ratio(total: Tensor, weight: Tensor) -> Tensor:
-    """``total / weight`` in the dtype of `total`, and 0 where the weight is 0."""
-    w = weight.to(total.dtype)
-    return torch.where(w > 0, total / torch.where(w > 0, w, 1.0), 0.0)
+def _scaled(coefficient: float, x: Tensor) -> Tensor:
+    return x if coefficient == 1 else coefficient * x
+
+
+class _Ratio:
+    """``total / weight`` in the dtype of the total, and 0 where the weight is 0."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.usable = weight > 0
+        self.weight = weight
+        self._parts: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, total: Tensor) -> Tensor:
+        if total.dtype not in self._parts:
+            w = self.weight.to(total.dtype)
+            one, zero = w.new_ones(()), w.new_zeros(())
+            self._parts[total.dtype] = torch.where(self.usable, w, one), zero
+        w, zero = self._parts[total.dtype]
+        return torch.where(self.usable, total / w, zero)
 
 
 def _acc_dtype(dtype: torch.dtype, asked: torch.dtype) -> torch.dtype:
@@ -391,7 +408,7 @@ def _aux_step(
 def _aux_end(m: Microbatch, sums: Sequence[Tensor], weights: Sequence[Tensor]) -> PyTree:
     w = iter(weights)
     values = [
-        _ratio(s, next(w)) if kind is Mean else s
+        _Ratio(next(w))(s) if kind is Mean else s
         for kind, s in zip(m.reductions, sums, strict=True)
     ]
     assert m.aux is not None

@@ -70,7 +70,7 @@ def _view_of(node: fx.Node) -> fx.Node | None:
 def _unaliased(node: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether nothing that is read after `node` shares memory with what it writes."""
     target = node.args[0]
-    if not isinstance(target, fx.Node) or target.op != "call_function" or _view_of(target):
+    if not isinstance(target, fx.Node) or _view_of(target):
         return False
     todo = [u for u in target.users if order[u] < order[node]]
     while todo:

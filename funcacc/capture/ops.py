@@ -30,7 +30,13 @@ def _define(
 
 
 def _run_call(serial: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return graphs.find(serial)(*inputs)
+    return _fresh(graphs.find(serial)(*inputs), inputs)
+
+
+def _fresh(values: list[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """`values`, with copies of those that were passed through: the schemas promise that."""
+    same = {id(t) for t in given}
+    return [v.clone() if id(v) in same else v for v in values]
 
 
 def _run_loop(
@@ -40,9 +46,7 @@ def _run_loop(
     values = list(carry)
     while bool(cond_graph(*values, *consts)[0]):
         values = body_graph(*values, *consts)
-    # The schema promises fresh outputs; a carry that was passed through isn't.
-    given = {id(t) for t in (*carry, *consts)}
-    return [v.clone() if id(v) in given else v for v in values]
+    return _fresh(values, [*carry, *consts])
 
 
 def _run_put(xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
@@ -54,7 +58,7 @@ call = _define(
     _run_call,
     lambda serial, inputs: graphs.fake_outputs(graphs.find(serial)),
 )
-"""Run another graph; removed by inlining before an engine sees it."""
+"""Run another graph."""
 
 loop = _define(
     "loop(int cond, int body, Tensor[] carry, Tensor[] consts) -> Tensor[]",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from funcacc.capture.graph import Graph, find
-from funcacc.capture.ops import call
+from funcacc.capture.graph import Graph
 
 aten = torch.ops.aten
 
@@ -187,34 +185,11 @@ def _promote(graph: fx.Graph, node: fx.Node) -> None:
             node.replace_input_with(operand, cast)
 
 
-def inline_calls(graph: Graph) -> None:
-    """Replace each call of another graph by that graph's operations."""
-    fx_graph = graph.module.graph
-    inlined: set[int] = set()
-    for node in [n for n in fx_graph.nodes if n.target is call]:
-        serial, inputs = node.args
-        callee = find(serial)
-        mapping: dict[fx.Node, Any] = dict(zip(callee.placeholders, inputs, strict=True))
-        with fx_graph.inserting_before(node):
-            for inner in callee.nodes:
-                mapping[inner] = fx_graph.node_copy(inner, mapping.__getitem__)
-        outputs = [mapping[r] for r in callee.results]
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(outputs[user.args[1]])
-            fx_graph.erase_node(user)
-        fx_graph.erase_node(node)
-        inlined.add(serial)
-        graph.parts.extend(p for p in callee.parts if p not in graph.parts)
-    if inlined:
-        graph.parts = [p for p in graph.parts if p.serial not in inlined]
-        fx_graph.eliminate_dead_code()
-        graph.module.recompile()
-
-
-def place(module: fx.GraphModule, device: torch.device) -> None:
+def place(graph: Graph, device: torch.device) -> None:
     """Create tensors on `device` instead of the CPU, where the graph was traced."""
-    for node in module.graph.nodes:
+    for node in graph.module.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": device}
-    module.recompile()
+    graph.module.recompile()
+    for part in graph.parts:
+        place(part, device)

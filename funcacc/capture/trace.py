@@ -59,10 +59,10 @@ def capture(
 
         def traced(*tensors: Tensor) -> list[Tensor]:
             with tracing.tensors, tracing.random:
-                # Copies, so that writing into an argument stays inside the graph.
-                results = fn(tracing, *(t.clone() for t in tensors))
+                results = fn(tracing, *tensors)
                 # Returned tensors may be real ones that user code merely passed on.
-                return [tracing.tensors.admit(t).detach() for t in results]
+                admitted = [tracing.tensors.admit(t) for t in results]
+                return [t.detach() if t.requires_grad else t for t in admitted]
 
         try:
             with torch.fx.traceback.preserve_node_meta():
@@ -100,9 +100,14 @@ def _pure(module: fx.GraphModule, fakes: list[Tensor]) -> fx.GraphModule:
     if mutation.write_out(module):
         return module
     module.recompile()
+
+    def on_copies(*tensors: Tensor) -> Any:
+        # So that writing into an argument stays inside the graph.
+        return module(*(t.clone() for t in tensors))
+
     with torch.no_grad():
         return make_fx(
-            functionalize(module, remove="mutations"), decomposition_table=decompositions()
+            functionalize(on_copies, remove="mutations"), decomposition_table=decompositions()
         )(*fakes)
 
 
@@ -117,9 +122,7 @@ def _finish(
             parts.update({n: find(n) for n in node.args[:2]})
     results = list(next(iter(reversed(module.graph.nodes))).args[0])
     outputs = [TensorSpec.of(_value(r)) for r in results]
-    graph = Graph(module, specs, outputs, names, captured, list(parts.values()))
-    passes.inline_calls(graph)
-    return graph
+    return Graph(module, specs, outputs, names, captured, list(parts.values()))
 
 
 def _value(node: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 
@@ -20,16 +19,14 @@ class EagerProgram:
         start = time.perf_counter()
         self.graph = graph
         self.donate = donate
-        self.module = graph.module
         if device.type != "cpu":
-            self.module = copy.deepcopy(graph.module)
-            place(self.module, device)
+            place(graph, device)
         self.seconds = {"lower": 0.0, "compile": time.perf_counter() - start}
 
     @torch.no_grad()
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Run the operations one by one, then write the first outputs over the first inputs."""
-        outputs = list(self.module(*values))
+        outputs = list(self.graph.module(*values))
         storages = {v.untyped_storage()._cdata for v in values}
         # An output may be (a view of) an input that is about to be overwritten.
         outputs = [o.clone() if o.untyped_storage()._cdata in storages else o for o in outputs]

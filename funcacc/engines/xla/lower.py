@@ -114,6 +114,7 @@ def _put(device: torch.device, xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
 
 
 _NATIVE: dict[Any, Callable[..., Any]] = {
+    ops.call: lambda device, serial, inputs: _interpret(find(serial), inputs, device),
     ops.loop: _loop,
     ops.take: _take,
     ops.put: _put,
