@@ -252,8 +252,10 @@ class TrainStep:
         self._report.seconds["lower"] += program.seconds["lower"]
         opt.install(created, self._engine.put)
         self._born.update(created.born)
-        # The key of a first call had no optimizer state in it; the next one will.
+        # The key of a first call had no optimizer state in it; the next one will. Tracing
+        # may also have found numbers that were taken for fixed.
         key["optimizer state"] = _specs(opt)
+        key["optimizer"] = opt.static()
         return _Compiled(program, step, layout, update)
 
     def _microbatch(self, key: dict[str, Any], window: Window, opt: Adopted) -> Microbatch:

@@ -36,6 +36,11 @@ def views_afterwards(x, y):
     return [x[0], x.t()]
 
 
+def raises(x, y):
+    x.abs_().pow_(2).clamp_(min=0.1)
+    return [x.rsqrt_() * y]
+
+
 def fills(x, y):
     mask = torch.zeros_like(x)
     mask.fill_(3)
@@ -51,6 +56,7 @@ def fills(x, y):
         writes_through_a_view,
         writes_under_a_view,
         views_afterwards,
+        raises,
         fills,
     ],
 )

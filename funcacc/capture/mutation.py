@@ -48,10 +48,23 @@ def _pure_form(node: fx.Node) -> Any:
     name = packet.__name__
     if node.target.namespace != "aten" or not name.endswith("_") or name.endswith("__"):
         return None
-    pure = getattr(getattr(aten, name[:-1], None), node.target._overloadname, None)
+    pure = _overload(getattr(aten, name[:-1], None), _argument_types(node.target))
     if pure is None or (pure is not aten.copy.default and pure in decompositions()):
         return None
     return pure
+
+
+def _argument_types(op: torch._ops.OpOverload) -> list[str]:
+    return [str(a.type) for a in op._schema.arguments]
+
+
+def _overload(packet: Any, types: list[str]) -> torch._ops.OpOverload | None:
+    """The overload that takes these arguments; names don't tell: ``pow_.Scalar``."""
+    for name in packet.overloads() if packet else ():
+        op: torch._ops.OpOverload = getattr(packet, name)
+        if not op._schema.is_mutable and _argument_types(op) == types:
+            return op
+    return None
 
 
 def _view_of(node: fx.Node) -> fx.Node | None:

@@ -63,10 +63,11 @@ _CLAMP = {
     Tensor.clamp: torch.clamp, Tensor.clamp_: Tensor.clamp_, torch.clamp: torch.clamp,
     Tensor.clip: torch.clamp, Tensor.clip_: Tensor.clamp_, torch.clip: torch.clamp,
 }  # fmt: skip
-# Python's numbers don't change in place, whoever else holds them.
+# What `x += y` calls. Python's numbers don't change in place, whoever else holds them.
 _REBINDING = {
-    Tensor.__iadd__: torch.add, Tensor.__isub__: torch.sub, Tensor.__imul__: torch.mul,
-    Tensor.__itruediv__: torch.div, Tensor.__ipow__: torch.pow,
+    Tensor.add_: torch.add, Tensor.sub_: torch.sub, Tensor.mul_: torch.mul,
+    Tensor.div_: torch.div, Tensor.pow_: torch.pow, Tensor.floor_divide_: torch.floor_divide,
+    Tensor.remainder_: torch.remainder,
 }  # fmt: skip
 _MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "cos", "sin", "tanh", "pow")
 
@@ -232,18 +233,19 @@ def _with_tensor_numbers(func: Any, args: Any, kwargs: Any) -> Any:
         add, combine = _ADDC[func]
         return add(args[0], combine(kwargs["value"] * args[1], args[2]))
     if func in _CLAMP:
-        limits = _limits(args, kwargs)
+        limits = _bound(("self", "min", "max"), args, kwargs)[1:]
         if any(isinstance(x, Tensor) for x in limits):
             return _CLAMP[func](
                 args[0], *(x if x is None else _tensor(x).to(args[0].dtype) for x in limits)
             )
     if func in _LERP:
-        weight = args[2] if len(args) > 2 else kwargs["weight"]
-        if isinstance(weight, Tensor) and weight.dtype != args[0].dtype:
-            return func(args[0], args[1], weight.to(args[0].dtype))
+        start, end, weight = _bound(("self", "end", "weight"), args, kwargs)
+        if isinstance(weight, Tensor) and weight.dtype != start.dtype:
+            return func(start, end, weight.to(start.dtype))
     return None
 
 
-def _limits(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    rest = [*args[1:], None, None]
-    return kwargs.get("min", rest[0]), kwargs.get("max", rest[1])
+def _bound(names: Sequence[str], args: Any, kwargs: Any) -> list[Any]:
+    """Arguments in the order of `names`, however they were passed."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given.get(name) for name in names]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,14 +15,18 @@ import torch
 import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 
+import funcacc
 from funcacc import trees
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, uses
 from funcacc.capture.numbers import Guard, HostNumbers
 from funcacc.capture.trace import capture
-from funcacc.errors import OptimizerError
+from funcacc.errors import CaptureError, OptimizerError
 from funcacc.optimizers.update import Move, Rule
 from funcacc.types import TensorSpec
+
+# Frames that stand between an optimizer's code and the place where tracing gives up.
+_TRACING = tuple(str(Path(m.__file__ or "").parent) for m in (torch, funcacc))
 
 
 class Number(NamedTuple):
@@ -194,7 +200,12 @@ def first_state(
     recorder = _Recorder()
     value.grad = grad
     run(opt, [options], [[value]], [(value, recorder)], capturable=False)
-    return recorder.first
+    first = recorder.first
+    for key, later in recorder.items():
+        # A number that is a tensor from the first step on.
+        if is_number(first[key]) and isinstance(later, Tensor):
+            first[key] = torch.full_like(later, first[key])
+    return first
 
 
 class _Inputs:
@@ -280,12 +291,29 @@ def trace_rule(
         paths = [g.paths()[i] for g in groups for i in g.numeric]
         live = {i for i, p in enumerate(paths) if p.endswith("['lr']")}
         live |= set(range(len(paths), len(numbers)))
-        if isinstance(first, OptimizerError) or live == everything:
+        if isinstance(first, OptimizerError):
             raise
+        if live == everything:
+            raise _located(first, opt) from first
         try:
             return _trace(opt, groups, roles, numbers, frozenset(live))
         except Exception:
-            raise first from None
+            raise _located(first, opt) from first
+
+
+def _located(error: Exception, opt: torch.optim.Optimizer) -> Exception:
+    """The error with the optimizer's own line, which may be in an installed package."""
+    if not isinstance(error, CaptureError):
+        return error
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TRACING)
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "?"
+    return OptimizerError(
+        f"{type(opt).__name__} can't be part of a compiled step: at {where} it needs a value on "
+        "the host that only the device has, and what it does next depends on it. Use an optimizer "
+        "whose step is the same for all values, such as those of torch.optim"
+    )
 
 
 def _trace(
@@ -311,7 +339,7 @@ def _trace(
         with HostNumbers(slots, numbers) as host:
             after = _step(opt, options, roles, values, x.grads, entries)
             if first:
-                _step(opt, options, roles, *first[:1], x.grads, first[1], skip_born=True)
+                _step(opt, options, roles, first.values, first.grads, first.entries)
         guards[:] = host.guards
         guards.extend(
             Guard(itemgetter(i), v, frozenset({i})) for i, v in enumerate(numbers) if i not in live
@@ -321,7 +349,7 @@ def _trace(
         first_count = sum(len(g.numeric) for g in groups)
         tensors = watch.state(roles, entries, x.counts, first_count)
         if first:
-            _select_first(x, roles, values, tensors, *first)
+            _select_first(x, roles, values, tensors, first)
         return [*values, *(t for part in tensors for t in part)]
 
     specs, names = _signature(groups, roles)
@@ -337,32 +365,29 @@ def _step(
     values: Sequence[Tensor],
     grads: Sequence[Tensor],
     entries: Sequence[dict[str, Any]],
-    skip_born: bool = False,
 ) -> list[dict[str, Any]]:
     for p, g in zip(values, grads, strict=True):
         p.grad = g
     members = [
         [p for p, r in zip(values, roles, strict=True) if r.group == i] for i in range(len(options))
     ]
-    state = [
-        (p, e)
-        for p, r, e in zip(values, roles, entries, strict=True)
-        if e or (r.born and skip_born)
-    ]
+    state = list(zip(values, entries, strict=True))
     return run(opt, options, members, state, capturable=True)
 
 
-_Variant = tuple[list[Tensor], list[dict[str, Any]]]
+class _Variant(NamedTuple):
+    """Copies for a step in which the `born` parameters have no state yet."""
+
+    values: list[Tensor]
+    grads: list[Tensor]
+    entries: list[dict[str, Any]]
 
 
 def _first_variant(x: _Inputs, roles: Sequence[Role]) -> _Variant | None:
-    """Copies for a step in which the `born` parameters have no state yet."""
     if not any(r.born for r in roles):
         return None
-    entries = x.entries(roles)
-    return [t.clone() for t in x.params], [
-        {} if r.born else e for r, e in zip(roles, entries, strict=True)
-    ]
+    entries = [{} if r.born else e for r, e in zip(roles, x.entries(roles), strict=True)]
+    return _Variant([t.clone() for t in x.params], [t.clone() for t in x.grads], entries)
 
 
 def _select_first(
@@ -370,22 +395,21 @@ def _select_first(
     roles: Sequence[Role],
     values: list[Tensor],
     tensors: list[list[Tensor]],
-    first_values: list[Tensor],
-    first_entries: list[dict[str, Any]],
+    first: _Variant,
 ) -> None:
     for i, flag in x.flags.items():
         is_first = flag != 0
-        made, tree = trees.flatten(first_entries[i])
+        made, tree = trees.flatten(first.entries[i])
         if tree != roles[i].tree:
             raise OptimizerError(
                 f"the first step of {roles[i].name!r} makes another state than later steps keep:\n"
                 + trees.describe_difference(
-                    trees.unflatten(roles[i].tree, list(roles[i].leaves)),
-                    first_entries[i],
+                    trees.unflatten(roles[i].tree, [0] * len(roles[i].leaves)),
+                    first.entries[i],
                     f"opt_state[{roles[i].name!r}]",
                 )
             )
-        values[i] = torch.where(is_first, first_values[i], values[i])
+        values[i] = torch.where(is_first, first.values[i], values[i])
         fresh = (t for t, kind in zip(made, roles[i].leaves, strict=True) if kind is not NUMBER)
         pairs = zip((t for t in fresh if isinstance(t, Tensor)), tensors[i], strict=True)
         tensors[i] = [torch.where(is_first, a, b) for a, b in pairs]
@@ -466,7 +490,7 @@ class _Watch:
             root = f"opt_state[{r.name!r}]"
             leaves, tree = trees.flatten(after)
             if tree != r.tree:
-                was = trees.unflatten(r.tree, list(r.leaves))
+                was = trees.unflatten(r.tree, [0] * len(r.leaves))
                 raise OptimizerError(
                     f"{self.optimizer} adds or drops state in its step, which a loop carry "
                     "can't:\n" + trees.describe_difference(was, after, root)

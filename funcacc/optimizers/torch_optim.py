@@ -227,6 +227,8 @@ class TorchOptimizers:
     ) -> Update:
         entries = {**self._entries(), **created.entries}
         places = self._places(created)
+        # Tracing may find counters, which change what is numeric: that is for the next round.
+        groups = {(i, g.position): g for i, g in self._groups()}
         roles: dict[int, list[tuple[int, Role]]] = {}
         for name in reached:
             m = self.members[name]
@@ -236,9 +238,9 @@ class TorchOptimizers:
         calls = []
         for i, members in roles.items():
             together = [members]
-            if self._separable(i, members):
+            if self._separable(i, members, groups):
                 together = [[member] for member in members]
-            calls += [self._call(i, part, places, created) for part in together]
+            calls += [self._call(i, part, groups, places, created) for part in together]
         state = {}
         for members in roles.values():
             for _, role in members:
@@ -262,10 +264,11 @@ class TorchOptimizers:
         self,
         i: int,
         members: Sequence[tuple[int, Role]],
+        all_groups: Mapping[tuple[int, int], Group],
         places: dict[_Place, tuple[int, float]],
         created: Created,
     ) -> Call:
-        groups = [self._group(i, g) for g in sorted({g for g, _ in members})]
+        groups = [all_groups[i, g] for g in sorted({g for g, _ in members})]
         position = {g.position: n for n, g in enumerate(groups)}
         roles = [r._replace(group=position[g]) for g, r in members]
         slots = [_Place((i, g.position), n) for g in groups for n in g.numeric]
@@ -300,13 +303,18 @@ class TorchOptimizers:
         self._counters |= {(i, g, path) for g, path in traced.counters}
         return traced.rule
 
-    def _separable(self, i: int, members: Sequence[tuple[int, Role]]) -> bool:
+    def _separable(
+        self,
+        i: int,
+        members: Sequence[tuple[int, Role]],
+        all_groups: Mapping[tuple[int, int], Group],
+    ) -> bool:
         """Whether parameters can be traced one by one: by a look at a trace of two."""
         opt = self.optimizers[i]
-        if type(opt).__module__.startswith("torch.optim.") or len(members) < 2:
+        if type(opt).__module__.startswith("torch.optim") or len(members) < 2:
             return True
         pair = [members[0], next((m for m in members[1:] if m[0] == members[0][0]), members[1])]
-        groups = [self._group(i, g) for g in sorted({g for g, _ in pair})]
+        groups = [all_groups[i, g] for g in sorted({g for g, _ in pair})]
         position = {g.position: n for n, g in enumerate(groups)}
         roles = [r._replace(group=position[g]) for g, r in pair]
         numbers = [self._host_value(g.leaves[n]) for g in groups for n in g.numeric]

@@ -78,7 +78,7 @@ def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list
             # A boolean constant would become a tensor outside the program.
             env[node] = torch.full(args[0], int(args[1]), dtype=torch.int32, device=device) != 0
         elif native:
-            env[node] = native(device, *args)
+            env[node] = native(device, *args, **kwargs)
         elif node.target is operator.getitem:
             env[node] = args[0][args[1]]
         else:
@@ -113,7 +113,23 @@ def _put(device: torch.device, xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
     return _one("put", [xs, index, x], natives.put(*TensorSpec.of(xs), index.dtype))
 
 
+def _scaled_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``beta * x + alpha * (a @ b)``; torch_xla's kernel goes to the host unless both are 1."""
+
+    def run(
+        device: torch.device, x: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        scaled = product(a, b) if alpha == 1 else alpha * product(a, b)
+        if beta == 0:
+            return scaled
+        return scaled + (x if beta == 1 else beta * x)
+
+    return run
+
+
 _NATIVE: dict[Any, Callable[..., Any]] = {
+    aten.addmm.default: _scaled_product(torch.mm),
+    aten.baddbmm.default: _scaled_product(torch.bmm),
     ops.call: lambda device, serial, inputs: _interpret(find(serial), inputs, device),
     ops.loop: _loop,
     ops.take: _take,
