@@ -5,6 +5,7 @@ from funcacc.batches import Window, split, stack, windows
 from funcacc.engines import device, engines
 from funcacc.errors import FuncaccError
 from funcacc.jit import jit
+from funcacc.layers import scan_layers
 from funcacc.loops import fori_loop, scan, while_loop
 from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
@@ -30,6 +31,7 @@ __all__ = [
     "jit",
     "losses",
     "scan",
+    "scan_layers",
     "split",
     "stack",
     "train_step",

@@ -14,7 +14,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import _device_constructors
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from funcacc.capture.random import RandomOperations
 from funcacc.errors import CaptureError, user_line
 
+functorch = torch._C._functorch
 _CPU = torch.device("cpu")
 _FACTORIES = _device_constructors()
 _MOVES = {torch.Tensor.cuda, getattr(torch.Tensor, "xla", torch.Tensor.cuda)}
@@ -41,9 +44,11 @@ def host_read_message(what: str, where: str) -> str:
 class UserTensors(TorchFunctionMode):
     """Lets user code mix the traced tensors with real ones and with any device's name."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, in_loop: bool) -> None:
         super().__init__()
         self.fake_mode = fake_mode
+        self.in_loop = in_loop
+        self.transformed = in_loop and functorch.peek_interpreter_stack() is not None
         self.lifted: dict[int, tuple[Tensor, Tensor]] = {}
         self.origin: dict[int, Tensor] = {}
 
@@ -52,17 +57,40 @@ class UserTensors(TorchFunctionMode):
         if id(real) not in self.lifted:
             with _disable_current_modes(), self.fake_mode:
                 fake = torch.empty(real.shape, dtype=real.dtype)
+            # A loop's body may ask for the gradient with respect to what it closes over.
+            fake.requires_grad_(self.in_loop and real.requires_grad and torch.is_grad_enabled())
             self.lifted[id(real)] = (real, fake)
             self.origin[id(fake)] = real
         return self.lifted[id(real)][1]
 
+    def _foreign(self, x: Tensor) -> bool:
+        """Whether `x` comes from outside this capture."""
+        if functorch.is_functorch_wrapped_tensor(x):
+            return self.transformed and self._wrapped_outside(x)
+        if not isinstance(x, FakeTensor):
+            return True
+        if not self.in_loop or id(x) in self.origin:
+            return False
+        return not _made_here(x)
+
+    def _wrapped_outside(self, x: Tensor) -> bool:
+        """Whether a transform around the loop has wrapped `x`, not one in its body."""
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+        if _made_here(x) or id(x) in self.origin:
+            return False
+        if functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                f"at {user_line()} a transform of torch.func inside the body of a loop meets a "
+                "tensor that the body closed over, while another transform is around the loop; "
+                "put the tensor into the carry or into xs"
+            )
+        return True
+
     def admit(self, x: Any) -> Any:
         """`x`, with stand-ins for the real tensors in it."""
         if isinstance(x, Tensor):
-            foreign = not isinstance(x, FakeTensor) and not (
-                torch._C._functorch.is_functorch_wrapped_tensor(x)
-            )
-            return self.lift(x) if foreign else x
+            return self.lift(x) if self._foreign(x) else x
         if isinstance(x, (list, tuple)):
             return (
                 type(x)(*map(self.admit, x))
@@ -87,6 +115,12 @@ class UserTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _made_here(x: Tensor) -> bool:
+    """Whether the innermost trace knows `x`: it knows all that was made in it."""
+    mode = get_proxy_mode()
+    return mode is None or has_proxy_slot(x, mode.tracer)
+
+
 def _is_device(x: Any) -> bool:
     return isinstance(x, (torch.device, str))
 
@@ -102,9 +136,9 @@ class Tracing:
         keep: graphs that operations of this trace name, alive until it is finished.
     """
 
-    def __init__(self, outer: Tracing | None) -> None:
+    def __init__(self, outer: Tracing | None, in_loop: bool) -> None:
         self.fake_mode = outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
-        self.tensors = UserTensors(self.fake_mode)
+        self.tensors = UserTensors(self.fake_mode, in_loop)
         self.random = RandomOperations()
         self.keep: list[Any] = []
 
@@ -166,18 +200,22 @@ def _without_function_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(device_type: str = "cpu") -> Iterator[Tracing]:
+def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Tracing]:
     """Set the conditions for one capture.
 
     Args:
         device_type: where the model really is, for the caller's autocast state.
+        in_loop: whether it is of a loop's body, whose closed-over tensors may be those of a
+            capture around it and may need gradients.
     """
     outer = current()
-    here = Tracing(outer)
+    here = Tracing(outer, in_loop)
     with contextlib.ExitStack() as stack:
         if outer:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_without_function_modes())
+            # A transform around a loop is applied to the loop, not to the trace of its body.
+            stack.enter_context(temporarily_clear_interpreter_stack())
         else:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_surrounding_autocast(device_type))

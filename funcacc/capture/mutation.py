@@ -22,6 +22,19 @@ def mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def written_inputs(module: fx.GraphModule) -> list[fx.Node]:
+    """The inputs that the module writes into, directly or through a view."""
+    found = []
+    for node in module.graph.nodes:
+        if mutates(node):
+            root = node.args[0]
+            while root is not None and root.op != "placeholder":
+                root = root.args[0] if mutates(root) else _view_of(root)
+            if root is not None:
+                found.append(root)
+    return found
+
+
 def write_out(module: fx.GraphModule) -> bool:
     """Replace the in-place operations whose tensor has no live alias.
 

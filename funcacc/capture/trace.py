@@ -34,6 +34,7 @@ def capture(
     names: Sequence[str],
     *,
     device_type: str = "cpu",
+    in_loop: bool = False,
 ) -> Graph:
     """Trace ``fn(tracing, *tensors) -> tensors`` into a pure graph.
 
@@ -46,6 +47,7 @@ def capture(
         inputs: shapes and dtypes.
         names: a path for each input.
         device_type: device of the caller's autocast state.
+        in_loop: as for `context.tracing`.
 
     Returns:
         The graph.
@@ -54,7 +56,7 @@ def capture(
         CaptureError: for code that can't be part of a pure graph, with the user's line.
     """
     # Python code of a module is generated when it is first called: most never are.
-    with _use_lazy_graph_module(True), context.tracing(device_type) as tracing:
+    with _use_lazy_graph_module(True), context.tracing(device_type, in_loop=in_loop) as tracing:
         fakes = [torch.empty(s.shape, dtype=s.dtype) for s in inputs]
 
         def traced(*tensors: Tensor) -> list[Tensor]:
@@ -79,6 +81,8 @@ def capture(
         except UnsupportedFakeTensorException as e:
             raise CaptureError(f"{user_line(e.__traceback__)} can't be traced: {e}") from e
         captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
+        if in_loop:
+            _refuse_writes(first)
         module = _pure(first, fakes + [_fake(tracing, t) for t in captured])
     passes.simplify(module)
     if captured:
@@ -86,6 +90,16 @@ def capture(
     names += [f"captured[{i}]" for i in range(len(captured))]
     specs = [*inputs, *map(TensorSpec.of, captured)]
     return _finish(module, specs, names, captured)
+
+
+def _refuse_writes(module: fx.GraphModule) -> None:
+    """Refuse a loop's body that writes into what it closed over: no trip would see it."""
+    for node in mutation.written_inputs(module):
+        raise CaptureError(
+            f"the body of a loop writes in place into a {TensorSpec.of(_value(node))} tensor that "
+            "it closed over, which is equal in all trips; put the tensor into the carry and "
+            "return it from the body"
+        )
 
 
 def _fake(tracing: context.Tracing, tensor: Tensor) -> Tensor:
