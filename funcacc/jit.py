@@ -4,46 +4,85 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from funcacc import trees
-from funcacc.capture import ops
-from funcacc.capture.context import Tracing
-from funcacc.capture.trace import capture
+from funcacc.capture import context
 from funcacc.engines import get_engine
-from funcacc.engines.base import Program
-from funcacc.errors import CarryError
-from funcacc.types import PyTree, TensorSpec
+from funcacc.stages import Compiled, Lowered, Signature
+from funcacc.types import PyTree
 
 log = logging.getLogger("funcacc")
 
 
-class _Entry(NamedTuple):
-    program: Program
-    out: trees.TreeSpec
-    captured: list[Tensor]
-    order: list[int]
-    slots: list[int]
+class Jitted:
+    """A function that is compiled once for each kind of arguments; made by `jit`.
+
+    Calling it traces and compiles where that is needed, then runs. ``lower(*args)`` gives a
+    `Lowered` stage and ``lower(*args).compile()`` a `Compiled` one; both can be printed.
+    """
+
+    def __init__(self, fn: Callable[..., PyTree], donate_argnums: Sequence[int]) -> None:
+        self._fn = fn
+        self._donate = donate_argnums
+        self._name = f"jit({getattr(fn, '__name__', type(fn).__name__)})"
+        self._programs: dict[Any, Compiled] = {}
+        self._last: Signature | None = None
+
+    def lower(self, *args: PyTree) -> Lowered:
+        """Trace for arguments like these, without compiling or running anything.
+
+        Args:
+            *args: as for a call; only structure, shapes, dtypes, device and the values that
+                aren't tensors matter.
+        """
+        return self._lower(Signature(args), args)
+
+    def _lower(self, signature: Signature, args: tuple[PyTree, ...]) -> Lowered:
+        engine = get_engine("auto", signature.device)
+        return Lowered(self._name, self._fn, signature, args, self._donate, engine)
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Run the program for arguments like these, after building it where it is missing."""
+        if context.current() is not None:
+            # Part of the program around it.
+            return self._fn(*args)
+        signature = Signature(args)
+        key = (signature.key, context.autocast_state(signature.device.type))
+        if key not in self._programs:
+            if self._last is None:
+                reason = "first call"
+            else:
+                reason = signature.difference(self._last) or "autocast changed"
+            self._programs[key] = self._lower(signature, args).compile()
+            self._last = signature
+            log.info("%s: traced: %s", self._name, reason)
+        return self._programs[key].run(signature, trees.flatten(args)[0])
 
 
-def jit(fn: Callable[..., PyTree], donate_argnums: Sequence[int] = ()) -> Callable[..., PyTree]:
-    """Compile `fn` once for each structure, shapes and dtypes of its arguments.
+def jit(fn: Callable[..., PyTree], donate_argnums: Sequence[int] = ()) -> Jitted:
+    """Compile `fn` once for each structure, shapes, dtypes and static values of its arguments.
 
-    Equals ``fn``, except that its Python side effects happen when it is traced, and that the
-    leaves of donated arguments are consumed: the first result leaves of equal shape and
-    dtype take their buffers, in order.
+    Equals ``fn``, with these differences:
+
+    - Python side effects happen when it is traced;
+    - leaves that aren't tensors are static: another value is another program. Each new
+      program is logged at INFO, with the argument that caused it;
+    - the leaves of donated arguments are consumed: the first result leaves of equal shape and
+      dtype take their memory, in order. Using one afterwards is an error that says so. Views
+      of it, or what ``detach()`` gave, lose their values too;
+    - random operations draw from one key for each call, taken from the device's generator.
 
     Args:
-        fn: trees of tensors in, a tree of tensors out; pure.
+        fn: trees of tensors and static values in, a tree of tensors out; pure.
         donate_argnums: positions of arguments that the caller gives away.
 
     Returns:
-        The compiled function.
+        A `Jitted`: call it, or look at its stages by ``.lower(*args).compile()``.
 
     Raises:
-        CarryError: when a donated leaf has no result of its shape and dtype.
+        CarryError: when a donated leaf has no result of its shape and dtype, or for a result
+            that is neither tensor nor number.
 
     Example:
         >>> import torch, funcacc
@@ -51,56 +90,4 @@ def jit(fn: Callable[..., PyTree], donate_argnums: Sequence[int] = ()) -> Callab
         >>> add(torch.ones(2), {"x": torch.ones(2)})
         {'sum': tensor([2., 2.])}
     """
-    entries: dict[Any, _Entry] = {}
-
-    def compiled(*args: PyTree) -> PyTree:
-        leaves, spec = trees.flatten(args)
-        key = (spec, tuple(TensorSpec.of(x) for x in leaves), leaves[0].device)
-        engine = get_engine("auto", leaves[0].device)
-        if key not in entries:
-            if entries:
-                log.info("jit(%s): new program for %s", fn, key[1])
-            entries[key] = _build(fn, args, donate_argnums, engine)
-        entry = entries[key]
-        values = [*leaves, *(engine.move(t) for t in entry.captured)]
-        engine.settle()
-        outputs = entry.program([values[i] for i in entry.order])
-        placed = [outputs[entry.slots.index(i)] for i in range(len(outputs))]
-        return trees.unflatten(entry.out, placed)
-
-    return compiled
-
-
-def _build(fn: Callable[..., PyTree], args: Any, donate: Sequence[int], engine: Any) -> _Entry:
-    leaves, spec = trees.flatten(args)
-    found: list[trees.TreeSpec] = []
-
-    def traced(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
-        out, out_spec = trees.flatten(fn(*trees.unflatten(spec, list(flat))))
-        found[:] = [out_spec]
-        return [x.clone() for x in out]
-
-    names = trees.paths(args, "args")
-    graph = capture(traced, [TensorSpec.of(x) for x in leaves], names)
-    donated = [i for i, n in enumerate(names) if any(n.startswith(f"args[{a}]") for a in donate)]
-    free = list(range(len(graph.outputs)))
-    slots = []
-    for i in donated:
-        match = [o for o in free if graph.outputs[o] == graph.inputs[i]]
-        if not match:
-            raise CarryError(
-                f"{names[i]} is donated, but no result is left that is {graph.inputs[i]}; "
-                "don't donate it"
-            )
-        slots.append(match[0])
-        free.remove(match[0])
-    slots += free
-    order = [*donated, *(i for i in range(len(graph.inputs)) if i not in donated)]
-
-    def reordered(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
-        values = [flat[order.index(i)] for i in range(len(order))]
-        out = list(ops.call(graph.serial, values))
-        return [out[i] for i in slots]
-
-    arranged = capture(reordered, [graph.inputs[i] for i in order], [graph.names[i] for i in order])
-    return _Entry(engine.compile(arranged, len(donated)), found[0], graph.captured, order, slots)
+    return Jitted(fn, donate_argnums)

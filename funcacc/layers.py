@@ -75,8 +75,8 @@ def scan_layers(
     first = stack[0]
     changed = _changed_buffers(first, x, args) if buffers[0] else []
     # One dict each, in one order; `swapped` puts a slice of them into the first module.
-    xs = {n: torch.stack([p[n] for p in params]) for n in params[0]}
-    xs.update({n: torch.stack([b[n] for b in buffers]) for n in buffers[0]})
+    xs = {n: _stack([p[n] for p in params]) for n in params[0]}
+    xs.update({n: _stack([b[n] for b in buffers]) for n in buffers[0]})
 
     def body(carry: PyTree, values: dict[str, Tensor]) -> tuple[PyTree, list[Tensor]]:
         with model.swapped(first, dict(values)):
@@ -90,6 +90,13 @@ def scan_layers(
             for i, own in enumerate(buffers):
                 own[name].copy_(new[i])
     return out
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    """`torch.stack`, with fewer operations in the graph."""
+    if not values[0].ndim:
+        return torch.stack(values)
+    return torch.cat(values).view(len(values), *values[0].shape)
 
 
 def _call(module: nn.Module, x: PyTree, args: tuple[Any, ...], checkpoint: bool) -> PyTree:

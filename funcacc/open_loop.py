@@ -148,7 +148,7 @@ def _widen(graph: Graph, position: int, extra: Sequence[TensorSpec]) -> None:
     Both functions of a loop see the same constants: those of the condition first.
     """
     anchor = graph.placeholders[position - 1]
-    for i, spec in enumerate(extra):
+    for i in range(len(extra)):
         with graph.module.graph.inserting_after(anchor):
             anchor = graph.module.graph.placeholder(f"unused_{i}")
     graph.module.recompile()

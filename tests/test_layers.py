@@ -44,6 +44,7 @@ ORDER = [
     "counted",
     "loops",
     "layers",
+    "stages",
     "jit",
     "accumulate",
     "step",

@@ -26,6 +26,10 @@ class Program(Protocol):
 
     seconds: dict[str, float]
 
+    def prepare(self) -> None:
+        """Compile now, if the first call would otherwise do it."""
+        ...
+
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Run the graph on `values`, one for each input, without tracing anything.
 

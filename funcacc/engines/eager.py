@@ -23,6 +23,9 @@ class EagerProgram:
             place(graph, device)
         self.seconds = {"lower": 0.0, "compile": time.perf_counter() - start}
 
+    def prepare(self) -> None:
+        """Nothing is left to do."""
+
     @torch.no_grad()
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Run the operations one by one, then write the first outputs over the first inputs."""

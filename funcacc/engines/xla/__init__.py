@@ -45,6 +45,13 @@ class XlaProgram:
             private.clear_pending(self.device)
         self.seconds["compile"] = time.perf_counter() - start
 
+    def prepare(self) -> None:
+        """Compile with placeholders in place of the inputs."""
+        if self._hash is None:
+            private.sync()
+            private.wait()
+            self._compile([private.placeholder(s.shape, s.dtype) for s in self.graph.inputs])
+
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Dispatch; the first call compiles, without running anything before."""
         if self._hash is None:
