@@ -250,7 +250,7 @@ def run_counted(loop: Counted, values: Sequence[Tensor]) -> list[Tensor]:
         loop: what to run.
         values: carry and xs.
     """
-    values = [*values, *loop.trip.captured]
+    values = [*values, *context.entering(loop.trip.captured)]
     inputs = [draw_key(loop.trip.draws, values), *values]
     wants = torch.is_grad_enabled() and any(v.requires_grad for v in values)
     if wants and loop.trip.backward is not None:

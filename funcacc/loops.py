@@ -224,6 +224,7 @@ def _counted(
     checkpoint: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The carry and the stacked ys of a loop whose number of trips is known."""
+    carry, xs = context.entering(carry), context.entering(xs)
     host = _on_host([*carry, *xs])
     if host and len(trips):
         out, rows = python_trips(body, trips, start, carry, xs, checkpoint=checkpoint)

@@ -69,9 +69,10 @@ def run_while(
     Raises:
         FuncaccError: when a gradient would have to flow through the loop.
     """
+    carry = context.entering(carry)
     test, test_draws = _drawing(cond, carry, names)
     trip, trip_draws = _drawing(body, carry, names)
-    captured = [*test.captured, *trip.captured]
+    captured = context.entering([*test.captured, *trip.captured])
     refuse_gradient([*carry, *captured])
     cut = len(test.captured)
 
@@ -134,7 +135,7 @@ def run_loop(cond: Flat, body: Flat, carry: Sequence[Tensor], names: Sequence[st
     specs = [TensorSpec.of(c) for c in carry]
     cond_graph = capture(lambda tracing, *flat: cond(*flat), specs, names)
     body_graph = capture(lambda tracing, *flat: body(*flat), specs, names)
-    values = [outer.tensors.admit(t) for t in [*cond_graph.captured, *body_graph.captured]]
+    values = context.entering([*cond_graph.captured, *body_graph.captured])
     extra = [cond_graph.inputs[len(specs) :], body_graph.inputs[len(specs) :]]
     _widen(cond_graph, len(cond_graph.inputs), extra[1])
     _widen(body_graph, len(specs), extra[0])

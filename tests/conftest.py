@@ -10,6 +10,11 @@ import torch
 import funcacc
 
 ENGINES = os.environ.get("FUNCACC_TEST_ENGINES", "eager,xla").split(",")
+if "xla" in ENGINES:
+    # Autograd counts the devices when it is first used, and later ones have no gradients.
+    import torch_xla
+
+    torch_xla.device()
 
 
 @pytest.fixture(params=ENGINES)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as vmap_api
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
@@ -55,10 +57,10 @@ class UserTensors(TorchFunctionMode):
     def lift(self, real: Tensor) -> Tensor:
         """The traced stand-in of a tensor that user code closed over."""
         if id(real) not in self.lifted:
-            with _disable_current_modes(), self.fake_mode:
-                fake = torch.empty(real.shape, dtype=real.dtype)
-            # A loop's body may ask for the gradient with respect to what it closes over.
-            fake.requires_grad_(self.in_loop and real.requires_grad and torch.is_grad_enabled())
+            # A loop's body may ask for the gradient of what it closes over.
+            wanted = self.in_loop and real.requires_grad and torch.is_grad_enabled()
+            with _disable_current_modes(), temporarily_clear_interpreter_stack(), self.fake_mode:
+                fake = torch.empty(real.shape, dtype=real.dtype, requires_grad=wanted)
             self.lifted[id(real)] = (real, fake)
             self.origin[id(fake)] = real
         return self.lifted[id(real)][1]
@@ -184,9 +186,25 @@ def _surrounding_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
+def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with stand-ins for those that the innermost capture closes over."""
+    tracing = current()
+    return [tracing.tensors.admit(t) for t in tensors] if tracing else list(tensors)
+
+
 def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
     """What of the caller's autocast state a trace depends on."""
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+_WRAPPERS = ((vmap_api, "_add_batch_dim"), (eager_transforms, "_wrap_tensor_for_grad"))
+
+
+def _admitting(wrap: Callable[..., Any], tensors: UserTensors) -> Callable[..., Any]:
+    def admitted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrap(tensors.admit(x), *args, **kwargs)
+
+    return admitted
 
 
 @contextlib.contextmanager
@@ -214,8 +232,6 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
         if outer:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_without_function_modes())
-            # A transform around a loop is applied to the loop, not to the trace of its body.
-            stack.enter_context(temporarily_clear_interpreter_stack())
         else:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_surrounding_autocast(device_type))
@@ -233,6 +249,12 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
             torch._C._set_mkldnn_enabled(False)
+        # A transform around a loop is applied to the loop, not to the trace of its body.
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        # Transforms in the body wrap their arguments without asking the mode.
+        for module, name in _WRAPPERS:
+            wrap = _admitting(getattr(module, name), here.tensors)
+            stack.enter_context(mock.patch.object(module, name, wrap))
         _stack.items.append(here)
         stack.callback(_stack.items.pop)
         stack.enter_context(here.fake_mode)

@@ -73,6 +73,10 @@ def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if "device" in kwargs:
             kwargs = {**kwargs, "device": device}
+        if node.target is aten.sub.Tensor and isinstance(args[0], int):
+            # torch_xla gives `number - int32` as an int64.
+            dtype = node.meta["val"].dtype
+            args = (torch.full((), args[0], dtype=dtype, device=device), *args[1:])
         native = _NATIVE.get(node.target)
         if node.target is aten.full.default and kwargs.get("dtype") is torch.bool:
             # A boolean constant would become a tensor outside the program.
