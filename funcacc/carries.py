@@ -78,8 +78,9 @@ def pair(out: object) -> tuple[PyTree, PyTree]:
         CarryError: when it isn't ``(carry, y)``.
     """
     if not isinstance(out, tuple) or len(out) != 2:
+        kind = "Tensor" if isinstance(out, Tensor) else type(out).__name__
         raise CarryError(
-            f"the body of a scan returned a {type(out).__name__}; it must return (carry, y), "
+            f"the body of a scan returned a {kind}; it must return (carry, y), "
             "with y None where there is nothing to stack"
         )
     return out

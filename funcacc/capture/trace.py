@@ -80,6 +80,14 @@ def capture(
             ) from e
         except UnsupportedFakeTensorException as e:
             raise CaptureError(f"{user_line(e.__traceback__)} can't be traced: {e}") from e
+        except RuntimeError as e:
+            if "Expected XLA tensor" not in str(e):
+                raise
+            raise CaptureError(
+                f"{user_line(e.__traceback__)} hands a traced tensor to torch_xla itself, as "
+                "mark_sharding does; a trace has no XLA tensors yet: shard parameters and batches "
+                "before the call, and leave intermediate results to the compiler"
+            ) from e
         captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
         if in_loop:
             _refuse_writes(first)
