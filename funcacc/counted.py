@@ -92,7 +92,7 @@ class Counted:
     ) -> list[Tensor]:
         back = plan.back
         key, carry, xs, captured = self._split(values)
-        n, first = self.num_carry, self.num_carry + self.num_xs
+        n = self.num_carry
         sources = [*carry, *xs, *captured]
         start = [_or_zeros(cotangents[i], carry[i]) for i in plan.carries]
         start += [torch.zeros_like(sources[i]) for i in (*plan.xs, *plan.captured)]
@@ -103,7 +103,8 @@ class Counted:
                 return now[output]
             rows = cotangents[output] if output >= n else None
             if rows is not None:
-                return ops.take(rows, i)
+                row: Tensor = ops.take(rows, i)
+                return row
             spec = self.trip.outputs[output]
             return torch.zeros(spec.shape, dtype=spec.dtype)
 
@@ -123,7 +124,6 @@ class Counted:
             sums = zip(plan.captured, c[cut[1] :], strict=True)
             return [*after, *(s + grads[p] for p, s in sums)]
 
-        assert all(p >= first for p in plan.captured)
         return self._loop(body, start, [back.graph])
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Any, Any, Any]:
@@ -195,7 +195,7 @@ class _Loop(torch.autograd.Function):
     """The forward loop, with the backward loop as its gradient."""
 
     @staticmethod
-    def forward(loop: Counted, *values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(loop: Counted, *values: Tensor) -> tuple[Tensor, ...]:
         return tuple(execute(loop.forward, values))
 
     @staticmethod
@@ -209,7 +209,7 @@ class _Loop(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         loop, n = ctx.loop, ctx.num_values
         saved = ctx.saved_tensors
         asked = cotangents[: len(loop.trip.outputs)]
@@ -223,7 +223,7 @@ class _Once(torch.autograd.Function):
     """The backward loop, which has no gradient of its own."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         loop: Counted, n: int, places: list[bool], *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
         num = len(tensors) - sum(places)
@@ -236,7 +236,7 @@ class _Once(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: Any) -> Any:
         raise FuncaccError(
             "a second derivative through a loop isn't there: the loop of its gradient has none of "
             "its own; write the loop out where you need it"

@@ -36,11 +36,8 @@ class Jitted:
             *args: as for a call; only structure, shapes, dtypes, device and the values that
                 aren't tensors matter.
         """
-        return self._lower(Signature(args), args)
-
-    def _lower(self, signature: Signature, args: tuple[PyTree, ...]) -> Lowered:
-        engine = get_engine("auto", signature.device)
-        return Lowered(self._name, self._fn, signature, args, self._donate, engine)
+        engine = get_engine("auto", Signature(args).device)
+        return Lowered(self._name, self._fn, args, self._donate, engine)
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Run the program for arguments like these, after building it where it is missing."""
@@ -54,7 +51,7 @@ class Jitted:
                 reason = "first call"
             else:
                 reason = signature.difference(self._last) or "autocast changed"
-            self._programs[key] = self._lower(signature, args).compile()
+            self._programs[key] = self.lower(*args).compile()
             self._last = signature
             log.info("%s: traced: %s", self._name, reason)
         return self._programs[key].run(signature, trees.flatten(args)[0])

@@ -123,41 +123,41 @@ class Lowered:
     """
 
     def __init__(
-        self, name: str, fn: Fn, signature: Signature, args: tuple[PyTree, ...], donate: Sequence[int],
+        self,
+        name: str,
+        fn: Fn,
+        args: tuple[PyTree, ...],
+        donate: Sequence[int],
         engine: Engine,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
-        self.signature = signature
+        self.signature = Signature(args)
         self.engine = engine
+        graph = self._trace(fn, args)
+        self.captured = graph.captured
+        given = tuple(f"args[{a}]" for a in donate)
+        donated = [i for i, n in enumerate(graph.names) if given and n.startswith(given)]
+        self.slots = _slots(graph, donated)
+        self.order = [*donated, *(i for i in range(len(graph.inputs)) if i not in donated)]
+        self.donated = [graph.names[i] for i in donated]
+        self.graph = _arranged(graph, self.order, self.slots)
+
+    def _trace(self, fn: Fn, args: tuple[PyTree, ...]) -> Graph:
         leaves, tree = trees.flatten(args)
-        places = signature.dynamic
-        found: list[trees.TreeSpec] = []
-        draws = [False]
+        places = self.signature.dynamic
 
         def traced(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
             values = list(leaves)
             for i, t in zip(places, flat, strict=False):
                 values[i] = t
             with tracing.random.drawing_from(flat[-1]) as source:
-                out, spec = tensors(fn(*trees.unflatten(tree, values)), "result")
-            draws[0] = source.draws > 0
-            found[:] = [spec]
+                out, self.out = tensors(fn(*trees.unflatten(tree, values)), "result")
+            self.draws = source.draws > 0
             return [x.clone() for x in out]
 
-        specs = [signature.kinds[i] for i in places]
-        names = [signature.paths[i] for i in places]
-        given = tuple(f"args[{a}]" for a in donate)
-        donated = [i for i, n in enumerate(names) if n.startswith(given)] if given else []
-        key = TensorSpec((2,), torch.int32)
-        graph = capture(traced, [*specs, key], [*names, "key"], device_type=signature.device.type)
-        self.draws = draws[0]
-        self.captured = graph.captured
-        self.slots = _slots(graph, donated, names)
-        others = [i for i in range(len(graph.inputs)) if i not in donated]
-        self.order = [*donated, *others]
-        self.donated = [names[i] for i in donated]
-        self.out = found[0]
-        self.graph = _arranged(graph, self.order, self.slots)
+        specs = [*(self.signature.kinds[i] for i in places), TensorSpec((2,), torch.int32)]
+        names = [*(self.signature.paths[i] for i in places), "key"]
+        return capture(traced, specs, names, device_type=self.signature.device.type)
 
     def compile(self) -> Compiled:
         """Build the program, without running it."""
@@ -172,7 +172,7 @@ class Lowered:
         return "\n".join([*lines, str(self.graph)])
 
 
-def _slots(graph: Graph, donated: Sequence[int], names: Sequence[str]) -> list[int]:
+def _slots(graph: Graph, donated: Sequence[int]) -> list[int]:
     """The order of the results: those that take a donated leaf's memory, then the others."""
     free = list(range(len(graph.outputs)))
     slots = []
@@ -180,7 +180,7 @@ def _slots(graph: Graph, donated: Sequence[int], names: Sequence[str]) -> list[i
         match = [o for o in free if graph.outputs[o] == graph.inputs[i]]
         if not match:
             raise CarryError(
-                f"{names[i]} is donated, but no result is left that is {graph.inputs[i]}; "
+                f"{graph.names[i]} is donated, but no result is left that is {graph.inputs[i]}; "
                 "don't donate it"
             )
         slots.append(match[0])
