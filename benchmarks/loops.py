@@ -112,7 +112,7 @@ def run_upstream_case(kind: str, name: str) -> str:
     return "right" if same and kept else "wrong"
 
 
-def _in_child(*args: str, limit: int = 120) -> str:
+def _in_child(*args: str, limit: int = 30) -> str:
     command = [sys.executable, __file__, *args]
     try:
         done = subprocess.run(

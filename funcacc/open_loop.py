@@ -70,45 +70,36 @@ def run_while(
         FuncaccError: when a gradient would have to flow through the loop.
     """
     carry = context.entering(carry)
-    test, test_draws = _drawing(cond, carry, names)
-    trip, trip_draws = _drawing(body, carry, names)
-    captured = context.entering([*test.captured, *trip.captured])
-    refuse_gradient([*carry, *captured])
-    cut = len(test.captured)
+    # Stands for the key while the functions are traced: an input of those that draw.
+    mark = torch.empty(2, dtype=torch.int32, device="meta")
+    test = _trace(cond, carry, names, mark, 0)
+    trip = _trace(body, carry, names, mark, 1)
+    captured = [*test.captured, *trip.captured]
+    key = draw_key(any(t is mark for t in captured), [*carry, *captured])
+    closed = context.entering([key if t is mark else t for t in captured])
+    refuse_gradient([*carry, *closed])
 
-    def fn(key: Tensor, *values: Tensor) -> list[Tensor]:
-        given, closed = values[: len(carry)], values[len(carry) :]
-        tracing = context.current()
-        assert tracing is not None
-        tracing.keep += [test, trip]
-
-        def check(t: Tensor, *c: Tensor) -> list[Tensor]:
-            own = ops.fold_in(key, t * 2) if test_draws else key
-            return list(ops.call(test.serial, [own, *c, *closed[:cut]]))
-
-        def step(t: Tensor, *c: Tensor) -> list[Tensor]:
-            own = ops.fold_in(key, t * 2 + 1) if trip_draws else key
-            return [t + 1, *ops.call(trip.serial, [own, *c, *closed[cut:]])]
-
+    def fn(*values: Tensor) -> list[Tensor]:
         start = torch.zeros((), dtype=torch.int32)
-        return run_loop(check, step, [start, *given], ["trip", *names])[1:]
+        given = [start, *values[: len(carry)]]
+        return _loop(test, trip, given, values[len(carry) :])[1:]
 
-    key = draw_key(test_draws or trip_draws, [*carry, *captured])
-    return execute(fn, [key, *carry, *captured])
+    return execute(fn, [*carry, *closed])
 
 
-def _drawing(fn: Flat, carry: Sequence[Tensor], names: Sequence[str]) -> tuple[Graph, bool]:
-    """The graph of ``(key, *carry) -> fn(*carry)``, and whether it draws from the key."""
-    draws = [False]
+def _trace(
+    fn: Flat, carry: Sequence[Tensor], names: Sequence[str], mark: Tensor, draw: int
+) -> Graph:
+    """The graph of ``(trip, *carry) -> fn(*carry)``; the body (`draw` 1) counts the trips."""
 
-    def traced(tracing: Tracing, key: Tensor, *flat: Tensor) -> Sequence[Tensor]:
-        with tracing.random.drawing_from(key) as source:
-            out = fn(*flat)
-        draws[0] = source.draws > 0
-        return out
+    def traced(tracing: Tracing, trip: Tensor, *flat: Tensor) -> list[Tensor]:
+        own = ops.fold_in(tracing.tensors.lift(mark), trip * 2 + draw)
+        with tracing.random.drawing_from(own):
+            out = list(fn(*flat))
+        return [trip + 1, *out] if draw else out
 
-    specs = [TensorSpec((2,), torch.int32), *map(TensorSpec.of, carry)]
-    return capture(traced, specs, ["key", *names], in_loop=True), draws[0]
+    specs = [TensorSpec((), torch.int32), *map(TensorSpec.of, carry)]
+    return capture(traced, specs, ["trip", *names], in_loop=True)
 
 
 def refuse_gradient(tensors: Sequence[Tensor]) -> None:
@@ -130,17 +121,25 @@ def run_loop(cond: Flat, body: Flat, carry: Sequence[Tensor], names: Sequence[st
         carry: initial values, tensors of the surrounding trace.
         names: a path for each.
     """
-    outer = context.current()
-    assert outer is not None
     specs = [TensorSpec.of(c) for c in carry]
     cond_graph = capture(lambda tracing, *flat: cond(*flat), specs, names)
     body_graph = capture(lambda tracing, *flat: body(*flat), specs, names)
     values = context.entering([*cond_graph.captured, *body_graph.captured])
-    extra = [cond_graph.inputs[len(specs) :], body_graph.inputs[len(specs) :]]
-    _widen(cond_graph, len(cond_graph.inputs), extra[1])
-    _widen(body_graph, len(specs), extra[0])
-    outer.keep += [cond_graph, body_graph]
-    return list(ops.loop(cond_graph.serial, body_graph.serial, list(carry), values))
+    return _loop(cond_graph, body_graph, carry, values)
+
+
+def _loop(
+    cond: Graph, body: Graph, carry: Sequence[Tensor], closed: Sequence[Tensor]
+) -> list[Tensor]:
+    """One `ops.loop` over the carry, with what both functions close over as constants."""
+    outer = context.current()
+    assert outer is not None
+    n = len(carry)
+    extra = cond.inputs[n:], body.inputs[n:]
+    _widen(cond, len(cond.inputs), extra[1])
+    _widen(body, n, extra[0])
+    outer.keep += [cond, body]
+    return list(ops.loop(cond.serial, body.serial, list(carry), list(closed)))
 
 
 def _widen(graph: Graph, position: int, extra: Sequence[TensorSpec]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["batches", "engines", "jit", "loops", "loss", "model", "train"]
+MODULES = ["batches", "engines", "jit", "layers", "loops", "loss", "model", "train"]
 
 
 @pytest.mark.parametrize("name", MODULES)
