@@ -10,6 +10,8 @@ torch_xla's own loops, each in a process of its own, since some end it.
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -112,7 +114,7 @@ def run_upstream_case(kind: str, name: str) -> str:
     return "right" if same and kept else "wrong"
 
 
-def _in_child(*args: str, limit: int = 30) -> str:
+def _in_child(*args: str, limit: int) -> str:
     command = [sys.executable, __file__, *args]
     try:
         done = subprocess.run(
@@ -122,6 +124,23 @@ def _in_child(*args: str, limit: int = 30) -> str:
         return "hangs"
     lines = [x for x in done.stdout.splitlines() if x.startswith("answer: ")]
     return lines[-1].removeprefix("answer: ") if lines else "crash"
+
+
+def _answer(kind: str, name: str, answers: Any) -> None:
+    answers.put(run_upstream_case(kind, name))
+
+
+def _in_fork(kind: str, name: str, limit: float = 30.0) -> str:
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_answer, args=(kind, name, answers))
+    child.start()
+    child.join(limit)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        return "hangs"
+    return "crash" if answers.empty() else answers.get()
 
 
 def tested() -> dict[str, dict[str, str]]:
@@ -154,10 +173,13 @@ def tested() -> dict[str, dict[str, str]]:
 def write_cases() -> None:
     """Run everything and write the table."""
     rows = tested()
+    # Imported once, for the forks; no device is opened here.
+    importlib.import_module("torch_xla.experimental.scan")
+    importlib.import_module("torch_xla.experimental.fori_loop")
     head = ["case", *(f"funcacc, {e}" for e in ENGINES), *(f"torch_xla `{u}`" for u in UPSTREAM)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, row in rows.items():
-        theirs = [_in_child("one", kind, name) for kind in UPSTREAM]
+        theirs = [_in_fork(kind, name) for kind in UPSTREAM]
         lines.append("| " + " | ".join([name, *(row[e] for e in ENGINES), *theirs]) + " |")
         print(lines[-1], flush=True)
     text = PAGE.read_text()
@@ -213,17 +235,12 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("cases")
     commands.add_parser("layers")
-    one = commands.add_parser("one")
-    one.add_argument("kind", choices=UPSTREAM)
-    one.add_argument("name")
     stack = commands.add_parser("stack")
     stack.add_argument("depth", type=int)
     stack.add_argument("how", choices=["scan_layers", "unrolled"])
     args = parser.parse_args()
     if args.command == "cases":
         write_cases()
-    elif args.command == "one":
-        print("answer:", run_upstream_case(args.kind, args.name))
     elif args.command == "stack":
         print("answer:", time_layers(args.depth, args.how))
     else:
