@@ -95,7 +95,8 @@ def _trace(
     def traced(tracing: Tracing, trip: Tensor, *flat: Tensor) -> list[Tensor]:
         own = ops.fold_in(tracing.tensors.lift(mark), trip * 2 + draw)
         with tracing.random.drawing_from(own):
-            out = list(fn(*flat))
+            # Copies: two slots of a carry never share memory, whatever the body writes.
+            out = list(fn(*(t.clone() for t in flat)))
         return [trip + 1, *out] if draw else out
 
     specs = [TensorSpec((), torch.int32), *map(TensorSpec.of, carry)]

@@ -90,7 +90,7 @@ def capture(
             ) from e
         captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
         if in_loop:
-            _refuse_writes(first)
+            _refuse_writes(first, len(captured))
         module = _pure(first, fakes + [_fake(tracing, t) for t in captured])
     passes.simplify(module)
     if captured:
@@ -100,9 +100,11 @@ def capture(
     return _finish(module, specs, names, captured)
 
 
-def _refuse_writes(module: fx.GraphModule) -> None:
+def _refuse_writes(module: fx.GraphModule, num_captured: int) -> None:
     """Refuse a loop's body that writes into what it closed over: no trip would see it."""
-    for node in mutation.written_inputs(module):
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    closed = set(inputs[len(inputs) - num_captured :])
+    for node in closed.intersection(mutation.written_inputs(module)):
         raise CaptureError(
             f"the body of a loop writes in place into a {TensorSpec.of(_value(node))} tensor that "
             "it closed over, which is equal in all trips; put the tensor into the carry and "
