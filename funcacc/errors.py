@@ -8,6 +8,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 
 class FuncaccError(Exception):
     """Base of all errors that funcacc raises on purpose."""
@@ -50,6 +52,12 @@ _LIBRARY_ROOTS = tuple(
     }
 )
 
+_TRACING_ROOTS = (
+    str(Path(__file__).resolve().parent),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_paths()["stdlib"] + "/contextlib",
+)
+
 
 def user_line(tb: TracebackType | None = None) -> str:
     """The innermost line of the user's own code, as ``file:line (code)``.
@@ -60,14 +68,27 @@ def user_line(tb: TracebackType | None = None) -> str:
     Returns:
         The place, or ``"an unknown line"`` when no frame belongs to the user.
     """
+    return _innermost_line(tb, _LIBRARY_ROOTS)
+
+
+def package_line(tb: TracebackType | None) -> str:
+    """The innermost line that is neither torch's nor ours: an installed package counts.
+
+    Args:
+        tb: the traceback of an exception.
+    """
+    return _innermost_line(tb, _TRACING_ROOTS)
+
+
+def _innermost_line(tb: TracebackType | None, excluded: tuple[str, ...]) -> str:
     if tb is None:
-        frames = list(traceback.extract_stack(sys._getframe(1)))
+        frames = list(traceback.extract_stack(sys._getframe(2)))
     else:
         frames = list(traceback.extract_stack(tb.tb_frame)) + list(traceback.extract_tb(tb))
     for frame in reversed(frames):
         path = frame.filename
         if path.startswith("<") and not path.startswith("<ipython"):
             continue
-        if not path.startswith(_LIBRARY_ROOTS):
+        if not path.startswith(excluded):
             return f"{path}:{frame.lineno} ({(frame.line or '').strip()})"
     return "an unknown line"

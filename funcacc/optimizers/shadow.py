@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,18 +13,14 @@ import torch
 import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 
-import funcacc
 from funcacc import trees
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, uses
 from funcacc.capture.numbers import Guard, HostNumbers
 from funcacc.capture.trace import capture
-from funcacc.errors import CaptureError, OptimizerError
+from funcacc.errors import CaptureError, OptimizerError, package_line
 from funcacc.optimizers.update import Move, Rule
 from funcacc.types import TensorSpec
-
-# Frames that stand between an optimizer's code and the place where tracing gives up.
-_TRACING = tuple(str(Path(m.__file__ or "").parent) for m in (torch, funcacc))
 
 
 class Number(NamedTuple):
@@ -305,12 +299,8 @@ def _located(error: Exception, opt: torch.optim.Optimizer) -> Exception:
     """The error with the optimizer's own line, which may be in an installed package."""
     if not isinstance(error, CaptureError):
         return error
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_TRACING)
-    ]
-    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "?"
     return OptimizerError(
-        f"{type(opt).__name__} can't be part of a compiled step: at {where} it needs a value on "
+        f"{type(opt).__name__} can't be part of a compiled step: at {package_line(error.__traceback__)} it needs a value on "
         "the host that only the device has, and what it does next depends on it. Use an optimizer "
         "whose step is the same for all values, such as those of torch.optim"
     )
