@@ -299,8 +299,9 @@ def _located(error: Exception, opt: torch.optim.Optimizer) -> Exception:
     """The error with the optimizer's own line, which may be in an installed package."""
     if not isinstance(error, CaptureError):
         return error
+    where = package_line(error.__traceback__)
     return OptimizerError(
-        f"{type(opt).__name__} can't be part of a compiled step: at {package_line(error.__traceback__)} it needs a value on "
+        f"{type(opt).__name__} can't be part of a compiled step: at {where} it needs a value on "
         "the host that only the device has, and what it does next depends on it. Use an optimizer "
         "whose step is the same for all values, such as those of torch.optim"
     )
