@@ -123,7 +123,7 @@ class TrainStep:
         self._microbatches: dict[Any, Microbatch] = {}
         self._compiled: dict[Any, _Compiled] = {}
         self._last_key: dict[str, Any] | None = None
-        self._owned: dict[int, Tensor] = {}
+        self._owned: dict[int, tuple[Tensor, int]] = {}
         self._born: set[str] = set()
         self._noted: list[Program] = []
         self._numbers: tuple[list[float], Tensor] | None = None
@@ -167,6 +167,7 @@ class TrainStep:
                 self._note_program(compiled, before, outputs)
             n = compiled.layout.num_state
             self._engine.assign(targets, outputs[:n])
+            self._owned = {id(t): (t, _storage(t)) for t in targets}
             self._born.clear()
             result: StepOutput = trees.unflatten(compiled.step.output, outputs[n:])
             opt.finish(compiled.update, numbers, lambda: self._moved(result))
@@ -331,10 +332,14 @@ class TrainStep:
         return self._numbers[1]
 
     def _own(self, targets: Sequence[Tensor]) -> None:
-        """Separate buffers whenever a state leaf is another object than at the last step."""
-        if any(self._owned.get(i) is not t for i, t in enumerate(targets)):
-            self._engine.own(targets)
-            self._owned = dict(enumerate(targets))
+        """Separate the buffers of state leaves that aren't what the last step left there."""
+        new = {}
+        for t in targets:
+            known = self._owned.get(id(t))
+            if known is None or known[0] is not t or known[1] != _storage(t):
+                new[id(t)] = t
+        if new:
+            self._engine.own(list(new.values()), [t for t in targets if id(t) not in new])
 
     def _note_program(
         self, compiled: _Compiled, before: list[int] | None, outputs: Sequence[Tensor]
@@ -415,6 +420,11 @@ class TrainStep:
             "a TrainStep can't be pickled or copied; save model.state_dict(), opt.state_dict() "
             "and step.state_dict(), and make a new TrainStep"
         )
+
+
+def _storage(t: Tensor) -> int:
+    """Identity of the storage, which ``p.data = ...`` replaces."""
+    return int(t.untyped_storage()._cdata)
 
 
 def _specs(opt: Adopted) -> tuple[tuple[str, TensorSpec], ...]:

@@ -62,8 +62,12 @@ class Engine(Protocol):
         """`tensor` on the device, for reading only; may be `tensor` itself."""
         ...
 
-    def own(self, tensors: Sequence[Tensor]) -> None:
-        """Give each of these device tensors a buffer of its own, if it shares one.
+    def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        """Give each of these device tensors a buffer of its own.
+
+        Args:
+            tensors: about to be donated for the first time.
+            others: tensors that have buffers of their own already, not shared among them.
 
         Afterwards a donation of any of them destroys no value but its own. The tensor
         objects stay, and so do their aliases.

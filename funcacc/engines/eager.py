@@ -58,9 +58,9 @@ class EagerEngine:
         """The tensor on the device."""
         return tensor.detach().to(self.device)
 
-    def own(self, tensors: Sequence[Tensor]) -> None:
+    def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Separate tensors that share memory, which in-place writing would mix up."""
-        seen: set[int] = set()
+        seen = {t.untyped_storage()._cdata for t in others}
         for t in tensors:
             storage = t.untyped_storage()._cdata
             if storage in seen:

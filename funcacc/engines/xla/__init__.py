@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from funcacc.capture.graph import Graph
 from funcacc.engines.xla import private
 from funcacc.engines.xla.lower import check_operations, lower
+
+private.copy_into_fresh_buffers()
 
 
 class XlaProgram:
@@ -68,6 +70,23 @@ class XlaProgram:
         return private.computation_text(self.computation)
 
 
+_COPIED_AT_ONCE = 256 * 2**20
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of limited size, so that copying needs little more memory than there was."""
+    group: list[Tensor] = []
+    size = 0
+    for t in tensors:
+        if group and size + t.nbytes > _COPIED_AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(t)
+        size += t.nbytes
+    if group:
+        yield group
+
+
 class XlaEngine:
     """torch_xla on any PJRT device."""
 
@@ -84,15 +103,15 @@ class XlaEngine:
         """Upload, if it isn't on the device."""
         return tensor.detach().to(self.device)
 
-    def own(self, tensors: Sequence[Tensor]) -> None:
-        """Replace shared buffers: scalars from torch_xla's cache, and doubles."""
+    def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        """Replace all buffers: which of them somebody else holds too can't be found out."""
         private.sync()
         private.wait()
-        seen: set[int] = set()
-        for t, handle in zip(tensors, private.handles(tensors), strict=True):
-            if t.numel() <= 1 or handle in seen:
-                private.rebind(t, self.put(t))
-            seen.add(handle)
+        small = [t for t in tensors if t.numel() <= 1]
+        for t in small:
+            private.rebind(t, self.put(t))
+        for group in _groups([t for t in tensors if t.numel() > 1]):
+            private.rebind_all(group, private.copies(group))
 
     def compile(self, graph: Graph, donate: int) -> XlaProgram:
         """Lower now; compile at the first call, which has the inputs."""
@@ -105,8 +124,7 @@ class XlaEngine:
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Exchange buffers."""
-        for target, value in zip(targets, values, strict=True):
-            private.rebind(target, value)
+        private.rebind_all(targets, values)
 
     def settle(self) -> None:
         """Materialise what is pending."""

@@ -6,6 +6,7 @@ Measured on torch_xla 2.9.0; `funcacc.engines` refuses other versions.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -126,9 +127,31 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [_C._unsafe_buffer_pointer(t) for t in tensors]
 
 
-def handles(tensors: Sequence[Tensor]) -> list[int]:
-    """Identities of the runtime buffers, equal for tensors that share one."""
-    return list(_C._get_tensors_handle(list(tensors)))
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in buffers of their own, which clones get at the next sync only."""
+    made = [t.detach().clone() for t in tensors]
+    sync()
+    return made
+
+
+def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    return src.to(self.device, self.dtype).expand(self.shape).clone()
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def copy_into_fresh_buffers() -> None:
+    """Make ``a.copy_(b)`` a copy on XLA, for good.
+
+    torch_xla lets `a` share the buffer of `b` when shape and dtype agree, also after a
+    sync. Donating `b` would then destroy `a`: the weights of an averaged or target model,
+    everything that `load_state_dict` filled. (Its kernel also overwrites its operand.)
+    """
+    with warnings.catch_warnings():
+        # That the kernel is overridden is the purpose.
+        warnings.simplefilter("ignore", UserWarning)
+        _library.impl("copy", _copy, "XLA")
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -164,6 +187,12 @@ def rebind(target: Tensor, value: Tensor) -> None:
     torch._functionalize_replace(target, torch._from_functional_tensor(value))
     torch._functionalize_commit_update(target)
     torch._functionalize_sync(probe)
+
+
+def rebind_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """`rebind` of each."""
+    for target, value in zip(targets, values, strict=True):
+        rebind(target, value)
 
 
 def has_kernel(operator: torch._ops.OpOverload) -> bool:

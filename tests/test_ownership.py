@@ -1,0 +1,124 @@
+"""What a user holds beside the model survives donation; aliases keep following."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import funcacc
+from tests.oracle import plain_step
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+class Setting:
+    def __init__(self, engine):
+        self.ref = nn.Linear(3, 2)
+        self.model = copy.deepcopy(self.ref).to(funcacc.device(engine))
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.1, eps=1e-4)
+        self.ref_opt = torch.optim.AdamW(self.ref.parameters(), lr=0.1, eps=1e-4)
+
+    def advance(self, steps=2):
+        for _ in range(steps):
+            batches = [torch.randn(4, 3) for _ in range(2)]
+            plain_step(self.ref, self.ref_opt, loss_fn, batches)
+            funcacc.train_step(self.model, self.opt, batches, loss_fn)
+
+
+def another_model(s):
+    other = nn.Linear(3, 2).to(s.model.weight.device)
+    other.load_state_dict(s.model.state_dict())
+    return list(other.parameters())
+
+
+def written_into(s):
+    into = torch.zeros_like(s.model.weight, requires_grad=False)
+    into[:] = s.model.weight.detach()
+    return [into]
+
+
+SNAPSHOTS = {
+    "clone": lambda s: [p.detach().clone() for p in s.model.parameters()],
+    "deepcopy": lambda s: list(copy.deepcopy(s.model).parameters()),
+    "deepcopied-state-dict": lambda s: list(copy.deepcopy(s.model.state_dict()).values()),
+    "load_state_dict": another_model,
+    "slice-assignment": written_into,
+    "copy_": lambda s: [torch.empty_like(p).copy_(p) for p in s.model.state_dict().values()],
+    "optimizer-state": lambda s: [
+        x for e in copy.deepcopy(s.opt.state_dict())["state"].values() for x in e.values()
+    ],
+    "half": lambda s: [s.model.weight.detach().bfloat16()],
+}
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_copies_keep_their_values(engine, name, when):
+    s = Setting(engine)
+    if when == "between":
+        s.advance()
+    snapshot = SNAPSHOTS[name](s)
+    expected = [copy.deepcopy(x.detach().cpu()) for x in snapshot] if when == "before" else None
+    if expected is None:
+        # Without a look at the snapshot itself, which would make it real.
+        source = Setting("eager")
+        source.ref, source.model = s.ref, copy.deepcopy(s.ref)
+        source.opt = s.ref_opt
+        expected = [copy.deepcopy(x.detach()) for x in SNAPSHOTS[name](source)]
+    s.advance()
+    for value, want in zip(snapshot, expected, strict=True):
+        torch.testing.assert_close(value.detach().cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+ALIASES = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "view": lambda p: p.detach().view(-1),
+    "row": lambda p: p.detach()[0],
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_aliases_follow(engine, name):
+    s = Setting(engine)
+    early = ALIASES[name](s.model.weight)
+    s.advance()
+    late = ALIASES[name](s.model.weight)
+    s.advance()
+    want = ALIASES[name](s.ref.weight)
+    for alias in (early, late):
+        torch.testing.assert_close(alias.cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_scalars_elsewhere_survive(engine):
+    s = Setting(engine)
+    device = s.model.weight.device
+    scalars = [torch.zeros((), device=device), torch.tensor(0.0, device=device)]
+    s.advance()
+    assert [x.item() for x in scalars] == [0.0, 0.0]
+
+
+def test_a_parameter_filled_from_another_model_gives_that_model_back_unharmed(engine):
+    s = Setting(engine)
+    s.advance(1)
+    source = nn.Linear(3, 2).to(s.model.weight.device)
+    want = source.weight.detach().cpu().clone()
+    with torch.no_grad():
+        s.model.weight.copy_(source.weight)
+    s.advance(2)
+    torch.testing.assert_close(source.weight.detach().cpu(), want)
+
+
+def test_without_donation_the_numbers_are_the_same(engine):
+    s = Setting(engine)
+    step = funcacc.TrainStep(s.model, s.opt, loss_fn, donate=False)
+    for _ in range(2):
+        batches = [torch.randn(4, 3) for _ in range(2)]
+        plain_step(s.ref, s.ref_opt, loss_fn, batches)
+        step(batches)
+    for p, q in zip(s.model.parameters(), s.ref.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-4, atol=1e-5)
+    assert step.report().donated_leaves == 0
