@@ -166,4 +166,23 @@ def device_of(model: nn.Module) -> torch.device:
             )
     if tensors[first].device.type == "meta":
         raise ModelError("the model is on the meta device, without values; materialise it first")
+    _check_ties(model)
     return tensors[first].device
+
+
+def _check_ties(model: nn.Module) -> None:
+    """Find weights that a transformers model wants tied and that moving it has untied."""
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if not getattr(config, "tie_word_embeddings", False) or not hasattr(module, "tie_weights"):
+            continue
+        entry, head = module.get_input_embeddings(), module.get_output_embeddings()
+        a, b = getattr(entry, "weight", None), getattr(head, "weight", None)
+        if a is not None and b is not None and a is not b and a.shape == b.shape:
+            name = f"model.{path}" if path else "model"
+            raise ModelError(
+                f"{type(module).__name__} ties its output weights to its input embeddings "
+                "(config.tie_word_embeddings), but they are two parameters now: moving a model to "
+                f"an XLA device unties them. Call {name}.tie_weights() after moving, before the "
+                "optimizer is made, or set tie_word_embeddings=False"
+            )

@@ -7,6 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import funcacc
+from funcacc.errors import ModelError
 from tests.oracle import assert_same, plain_step
 
 
@@ -53,3 +54,12 @@ def test_without_a_loss_function_the_model_gives_its_own(engine):
     plain_step(ref, ref_opt, lambda m, b: m(**b).loss, batches)
     funcacc.train_step(model, opt, batches)
     assert_same(model, opt, ref, ref_opt, 1e-5)
+
+
+def test_weights_that_moving_has_untied_are_found(engine):
+    model = gpt2()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model = model.to(funcacc.device(engine))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match=r"Call model\.tie_weights\(\) after moving, before the"):
+        funcacc.TrainStep(model, opt)

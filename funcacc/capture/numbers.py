@@ -69,6 +69,12 @@ _REBINDING = {
     Tensor.div_: torch.div, Tensor.pow_: torch.pow, Tensor.floor_divide_: torch.floor_divide,
     Tensor.remainder_: torch.remainder,
 }  # fmt: skip
+# Which argument is the divisor.
+_DIVISORS = {
+    Tensor.div: 1, Tensor.true_divide: 1, torch.div: 1, torch.true_divide: 1,
+    Tensor.floor_divide: 1, Tensor.__floordiv__: 1, Tensor.remainder: 1,
+    Tensor.__rtruediv__: 0, Tensor.__rfloordiv__: 0, Tensor.__rmod__: 0,
+}  # fmt: skip
 _MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "cos", "sin", "tanh", "pow")
 
 
@@ -161,6 +167,8 @@ class HostNumbers(TorchFunctionMode):
         rewritten = _with_tensor_numbers(func, args, kwargs)
         if rewritten is not None:
             return rewritten
+        if func in _DIVISORS:
+            self._check_divisor(args[_DIVISORS[func]], args[1 - _DIVISORS[func]])
         result = func(*args, **kwargs)
         self._follow(func, args, kwargs, result)
         return result
@@ -178,6 +186,17 @@ class HostNumbers(TorchFunctionMode):
         tensor = torch.full((), value, dtype=torch.float64)
         self._known[id(tensor)] = _Known(tensor, value, lambda numbers: value, frozenset())
         return tensor
+
+    def _check_divisor(self, divisor: Any, dividend: Any) -> None:
+        """Raise as Python does, where both are numbers: optimizers catch it."""
+        known = self._known.get(id(divisor))
+        if known is None or (isinstance(dividend, Tensor) and id(dividend) not in self._known):
+            return
+        is_zero = bool(known.value == 0)
+        guard = Guard(lambda numbers: bool(known.question(numbers) == 0), is_zero, known.depends)
+        self.guards.append(guard)
+        if is_zero:
+            raise ZeroDivisionError("division by zero")
 
     def _answer(self, func: Any, tensor: Tensor) -> Any:
         known = self._known.get(id(tensor))

@@ -85,11 +85,14 @@ class Update(NamedTuple):
 
     def holds(self, numbers: Sequence[float]) -> bool:
         """Whether the guards of all rules agree with the numbers as they are now."""
-        return all(
-            c.rule.holds([numbers[i] for i in c.numbers if i < len(numbers)])
-            for c in self.calls
-            if c.rule.guards
-        )
+        seen = set()
+        for call in self.calls:
+            if call.rule.guards:
+                # The numbers end with the flags, which no guard looks at.
+                own = tuple(numbers[i] for i in call.numbers if i < len(numbers))
+                seen.add((id(call.rule), own))
+        rules = {id(call.rule): call.rule for call in self.calls}
+        return all(rules[i].holds(own) for i, own in seen)
 
 
 class Created(NamedTuple):
