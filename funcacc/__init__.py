@@ -4,15 +4,17 @@ from funcacc import losses
 from funcacc.batches import Window, split, stack, windows
 from funcacc.engines import device, engines
 from funcacc.errors import FuncaccError
+from funcacc.gradients import accumulate
 from funcacc.jit import jit
 from funcacc.layers import scan_layers
 from funcacc.loops import fori_loop, scan, while_loop
 from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
-from funcacc.step import StepOutput
+from funcacc.step import Accumulated, StepOutput
 from funcacc.train import TrainState, TrainStep, train_step
 
 __all__ = [
+    "Accumulated",
     "FuncaccError",
     "FunctionalModel",
     "Last",
@@ -24,6 +26,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Window",
+    "accumulate",
     "device",
     "engines",
     "fori_loop",

@@ -48,11 +48,31 @@ class StepOutput(NamedTuple):
     skipped: Tensor
 
 
+class Accumulated(NamedTuple):
+    """Gradients of a window; device tensors, read when you read them.
+
+    Attributes:
+        loss: J of the window, 0-d.
+        grads: dJ/dparams by parameter name, in the accumulators' dtype, clipped and transformed
+            as the options say; without the parameters that the loss doesn't reach.
+        aux: the aux tree, reduced as its wrappers say.
+        grad_norm: global L2 norm of the mean gradient before clipping, 0-d.
+        weight: total weight of the first loss term, 0-d.
+    """
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+    aux: PyTree
+    grad_norm: Tensor
+    weight: Tensor
+
+
 class Layout(NamedTuple):
     """Names and specs of everything that goes into the step, in order.
 
     The state comes first and is donated: `params`, `buffers`, `opt_state`, the key, the
-    step count. What follows is only read.
+    step count. What follows is only read. Without an optimizer there are no `params`: all
+    parameters are `frozen`.
     """
 
     params: dict[str, TensorSpec]
@@ -98,12 +118,13 @@ class Step(NamedTuple):
     output: trees.TreeSpec
 
 
-def trace_step(layout: Layout, m: Microbatch, update: Update, options: Options) -> Step:
+def trace_step(layout: Layout, m: Microbatch, update: Update | None, options: Options) -> Step:
     """Trace the whole step.
 
     The order inside is: mean gradient, global norm (reported), `clip_norm`, `clip_value`,
     `grad_transform`, finite check, optimizer update, selection of the old state when the
-    window is skipped.
+    window is skipped. Without an `update` the step ends before the finite check, and its
+    output is `Accumulated`.
     """
     found: list[trees.TreeSpec] = []
 
@@ -116,21 +137,30 @@ def trace_step(layout: Layout, m: Microbatch, update: Update, options: Options) 
         frozen = {n: next(it) for n in layout.frozen}
         constants = {n: next(it) for n in layout.constants}
         numbers, trips = next(it), next(it)
+        every = {**params, **frozen}
         inputs = WindowInputs(
-            _cast(params, options.compute_dtype),
-            _cast(frozen, options.compute_dtype),
+            _cast({n: every[n] for n in m.trainable}, options.compute_dtype),
+            _cast({n: every[n] for n in m.frozen}, options.compute_dtype),
             {**buffers, **constants},
             key,
             list(it),
             trips,
         )
         window = run_window(tracing, m, inputs, options.accumulate_dtype)
-        grads, norm = _shape_gradients(window.grads, params, options)
+        grads, norm = _shape_gradients(window.grads, every, options)
+        # The key advances by itself, also when the window is skipped.
+        next_key = ops.fold_in(key, torch.full((), -1, dtype=torch.int32))
+        after = [window.buffers[n] for n in layout.buffers]
+        if update is None:
+            result = Accumulated(window.loss, grads, window.aux, norm, window.weight)
+            leaves, spec = trees.flatten(result)
+            found[:] = [spec]
+            return [*after, next_key, count + 1, *leaves]
         new_params, new_state = apply(tracing, update, params, grads, state, numbers)
         old = [*params.values(), *buffers.values(), *state.values(), count]
         new = [
             *new_params.values(),
-            *(window.buffers[n] for n in layout.buffers),
+            *after,
             *new_state.values(),
             count + 1,
         ]
@@ -138,8 +168,6 @@ def trace_step(layout: Layout, m: Microbatch, update: Update, options: Options) 
         if options.skip_nonfinite:
             skipped = ~(torch.isfinite(window.loss) & torch.isfinite(norm))
             new = [torch.where(skipped, o, n) for o, n in zip(old, new, strict=True)]
-        # The key advances by itself, also when the window is skipped.
-        next_key = ops.fold_in(key, torch.full((), -1, dtype=torch.int32))
         output = StepOutput(window.loss, window.aux, norm, window.weight, skipped)
         leaves, spec = trees.flatten(output)
         found[:] = [spec]

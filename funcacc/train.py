@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +109,7 @@ class TrainStep:
         donate: bool = True,
         **options: Any,
     ) -> None:
-        self.model = model
+        self._model: Callable[[], nn.Module | None] = lambda: model
         self.loss_fn = loss_fn
         self.options = Options(**options)
         self.donate = donate
@@ -130,6 +130,13 @@ class TrainStep:
         self._report = Report(
             self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
         )
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module."""
+        model = self._model()
+        assert model is not None
+        return model
 
     def _names(self) -> dict[int, str]:
         return {id(p): n for n, p in models.parameters(self.model).items()}
@@ -236,17 +243,18 @@ class TrainStep:
         update = opt.capture(specs, m.reached, created)
         buffers = {n: TensorSpec.of(b) for n, b in models.buffers(self.model).items()}
         leaves, _ = trees.flatten(window.tree)
+        read = {n: TensorSpec.of(params[n]) for n in m.frozen}
         layout = Layout(
-            specs,
+            specs if opt.updates else {},
             {n: s for n, s in buffers.items() if n in m.changed},
             update.state,
-            {n: TensorSpec.of(params[n]) for n in m.frozen},
+            read if opt.updates else {**specs, **read},
             {n: s for n, s in buffers.items() if n not in m.changed},
             update.size,
             [TensorSpec.of(x) for x in leaves],
             trees.paths(window.tree, "window"),
         )
-        step = trace_step(layout, m, update, self.options)
+        step = trace_step(layout, m, update if opt.updates else None, self.options)
         _check_state(layout, step)
         self._report.seconds["capture"] += time.perf_counter() - start
         program = self._engine.compile(step.graph, layout.num_state if self.donate else 0)
@@ -463,7 +471,43 @@ def _matching(mine: TrainState, other: TrainState) -> list[tuple[Tensor, Tensor]
     return list(zip(a, b, strict=True))
 
 
-_steps: weakref.WeakKeyDictionary[nn.Module, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
+class Steps:
+    """The steps that one-line calls have made, each kept as long as its model.
+
+    Args:
+        name: of the call, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._made: weakref.WeakKeyDictionary[nn.Module, dict[Any, TrainStep]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def find(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        other: tuple[Any, ...],
+        make: Callable[[], TrainStep],
+    ) -> TrainStep:
+        """The step for these, made when there is none."""
+        made = self._made.setdefault(model, {})
+        key = (loss_fn, other)
+        if key not in made:
+            made[key] = make()
+            # The table would keep the model alive for ever otherwise.
+            made[key]._model = weakref.ref(model)
+            if len(made) == _MANY_LOSSES and len({k[0] for k in made}) == _MANY_LOSSES:
+                warnings.warn(
+                    f"{self.name} was given a new loss function on each call, and traces and "
+                    "compiles each; define the loss function once, outside the training loop",
+                    stacklevel=3,
+                )
+        return made[key]
+
+
+_steps = Steps("train_step")
 _MANY_LOSSES = 3
 
 
@@ -497,15 +541,11 @@ def train_step(
         >>> funcacc.train_step(model, opt, window, loss_fn).weight
         tensor(8.)
     """
-    made = _steps.setdefault(model, {})
     optimizers = tuple(map(id, opt)) if isinstance(opt, (list, tuple)) else (id(opt),)
-    key = (optimizers, loss_fn, tuple(sorted(options.items(), key=lambda kv: kv[0])))
-    if key not in made:
-        made[key] = TrainStep(model, opt, loss_fn, **options)
-        if len(made) == _MANY_LOSSES and len({k[1] for k in made}) == _MANY_LOSSES:
-            warnings.warn(
-                "train_step was given a new loss function on each call, and traces and compiles "
-                "each; define the loss function once, outside the training loop",
-                stacklevel=2,
-            )
-    return made[key](batches)
+    step = _steps.find(
+        model,
+        loss_fn,
+        (optimizers, *sorted(options.items(), key=lambda kv: kv[0])),
+        lambda: TrainStep(model, opt, loss_fn, **options),
+    )
+    return step(batches)

@@ -49,6 +49,7 @@ ORDER = [
     "accumulate",
     "step",
     "train",
+    "gradients",
     "",
     "cli",
 ]

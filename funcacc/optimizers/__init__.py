@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from funcacc.errors import OptimizerError
-from funcacc.optimizers.functional import FunctionalOptimizer, GradientTransformation
+from funcacc.optimizers.functional import (
+    FunctionalOptimizer,
+    GradientsOnly,
+    GradientTransformation,
+)
 from funcacc.optimizers.torch_optim import TorchOptimizers
 from funcacc.optimizers.update import Adopted
 
@@ -22,6 +26,9 @@ def adopt(opt: Any, names: dict[int, str]) -> Adopted:
     Raises:
         OptimizerError: for anything else, or an optimizer that can't be traced.
     """
+    if isinstance(opt, GradientsOnly):
+        opt.refresh(names)
+        return opt
     items = list(opt) if isinstance(opt, (list, tuple)) else [opt]
     if items and all(isinstance(x, torch.optim.Optimizer) for x in items):
         return TorchOptimizers(items, names)

@@ -44,6 +44,8 @@ class FunctionalOptimizer:
         names: the model's parameters: id of the tensor -> name.
     """
 
+    updates = True
+
     def __init__(self, opt: GradientTransformation, names: dict[int, str]) -> None:
         self.opt = opt
         self.state: PyTree = None
@@ -129,6 +131,55 @@ class FunctionalOptimizer:
                 f"{type(self.opt).__name__}.update returned {root} of another structure:\n"
                 + trees.describe_difference(expected, actual, root)
             )
+
+    def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
+        """Nothing is kept on the host."""
+
+
+class GradientsOnly:
+    """In the place of an optimizer, where the user steps his own: holds, changes nothing."""
+
+    updates = False
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+
+    def refresh(self, names: dict[int, str]) -> None:
+        """All parameters are differentiated that require it."""
+        self.held = set(names.values())
+
+    def numbers(self) -> list[float]:
+        """None."""
+        return []
+
+    def static(self) -> tuple[Any, ...]:
+        """Nothing."""
+        return ()
+
+    def leaves(self) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    def replace(self, path: str, value: Tensor) -> None:
+        """There is nothing to replace."""
+        raise KeyError(path)
+
+    def create(self, params: Mapping[str, Tensor], reached: Sequence[str]) -> Created:
+        """Nothing is missing."""
+        return Created({}, [])
+
+    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
+        """Nothing to keep."""
+
+    def tree(self) -> PyTree:
+        """No state."""
+        return {}
+
+    def capture(
+        self, params: dict[str, TensorSpec], reached: Sequence[str], created: Created
+    ) -> Update:
+        """No update."""
+        return Update([], {}, 0, [])
 
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Nothing is kept on the host."""

@@ -44,6 +44,8 @@ class TorchOptimizers:
             optimizers hold, a class that can't be traced, or a pre-step hook.
     """
 
+    updates = True
+
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> None:
         self.optimizers = list(optimizers)
         # Integer hyperparameters that the optimizer's step has been seen to change.

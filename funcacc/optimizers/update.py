@@ -112,9 +112,11 @@ class Adopted(Protocol):
 
     Attributes:
         held: names of its parameters.
+        updates: whether there is an update; without one a step gives gradients only.
     """
 
     held: set[str]
+    updates: bool
 
     def refresh(self, names: dict[int, str]) -> None:
         """Look at the parameters again: groups may have been added, tensors replaced."""
