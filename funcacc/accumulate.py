@@ -14,6 +14,7 @@ from funcacc.capture import ops
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, select, uses
 from funcacc.capture.trace import capture
+from funcacc.default_loss import default_loss
 from funcacc.errors import CarryError, ModelError
 from funcacc.loss import Last, Mean, Stack, Sum, split_aux, terms_and_aux
 from funcacc.types import LossFn, PyTree, TensorSpec
@@ -105,7 +106,8 @@ def _trace(s: Setting, num_scales: int) -> Microbatch:
         values.update(zip(s.frozen, frozen, strict=True))
         values.update({n: b.clone() for n, b in zip(s.buffers, buffers, strict=True)})
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
-            result = model.call(s.module, s.loss_fn, trees.unflatten(s.batch_tree, batch))
+            microbatch = trees.unflatten(s.batch_tree, batch)
+            result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)
             after = dict(s.module.named_buffers(remove_duplicate=False))
             totals = [t.total.reshape(()) for t in terms]

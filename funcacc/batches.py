@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -193,7 +195,13 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
     return Window(trees.unflatten(spec, cut))
 
 
-def windows(loader: Iterable[PyTree], size: int) -> Iterator[Window]:
+def windows(
+    loader: Iterable[PyTree],
+    size: int,
+    *,
+    device: torch.device | str | None = None,
+    prefetch: int = 2,
+) -> Iterator[Window]:
     """Group the microbatches of a loader into windows.
 
     Equals::
@@ -202,23 +210,53 @@ def windows(loader: Iterable[PyTree], size: int) -> Iterator[Window]:
             yield stack(microbatches)
 
     except that the last, shorter window has the same capacity and a smaller `count`, so
-    that nothing is dropped and nothing is compiled again.
+    that nothing is dropped and nothing is compiled again, and that a thread reads ahead.
 
     Args:
-        loader: any iterable of microbatches.
+        loader: any iterable of microbatches. It is read in a background thread, in order; its
+            exceptions are raised here when their window is asked for, with their traceback.
         size: K.
+        device: where to move windows, in the background too; `None` leaves them on the host,
+            and the step moves them.
+        prefetch: how many windows are read ahead; 0 reads in this thread, when asked.
 
     Raises:
-        BatchError: when `size` < 1, or microbatches disagree.
+        BatchError: when `size` < 1 or `prefetch` < 0, or microbatches disagree.
+
+    Example:
+        >>> import torch, funcacc
+        >>> loader = [torch.tensor([i]) for i in range(5)]
+        >>> [w.tree.flatten().tolist()[: w.count] for w in funcacc.windows(loader, 2)]
+        [[0, 1], [2, 3], [4]]
     """
     if size < 1:
         raise BatchError(f"the window size is {size}; give at least 1")
-    return _windows(iter(loader), size)
+    if prefetch < 0:
+        raise BatchError(f"prefetch is {prefetch}; give 0 to read without a thread, or more")
+    source = _windows(iter(loader), size, device)
+    return _read_ahead(source, prefetch) if prefetch else source
 
 
-def _windows(source: Iterator[PyTree], size: int) -> Iterator[Window]:
+def _windows(
+    source: Iterator[PyTree], size: int, device: torch.device | str | None
+) -> Iterator[Window]:
     while items := list(itertools.islice(source, size)):
-        yield _padded(items, size)
+        window = _padded(items, size)
+        if device is not None:
+            window.tree = trees.map_tree(lambda t: t.to(device), window.tree)
+        yield window
+
+
+def _read_ahead(source: Iterator[Window], count: int) -> Iterator[Window]:
+    with ThreadPoolExecutor(1, thread_name_prefix="funcacc-windows") as pool:
+        pending = collections.deque(pool.submit(next, source, None) for _ in range(count))
+        try:
+            while (window := pending.popleft().result()) is not None:
+                pending.append(pool.submit(next, source, None))
+                yield window
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def _padded(items: Sequence[PyTree], size: int) -> Window:

@@ -74,7 +74,8 @@ class TrainStep:
         model: on the device of the engine; moved before the optimizer was made.
         opt: a `torch.optim.Optimizer`, or a list of them over disjoint parameters.
         loss_fn: ``loss_fn(model, microbatch)``, returning a scalar, ``(scalar, aux)``, a
-            `Loss`, or an object with ``.loss``; `None` calls the model.
+            `Loss`, or an object with ``.loss``. `None` calls the model; the loss of a
+            transformers model is then weighted by its labels, exactly over the window.
         engine: ``"auto"``: ``"xla"`` for a model on an XLA device, else ``"eager"``.
         clip_norm: clip the window's mean gradient to this global L2 norm.
         clip_value: clamp each gradient element, after `clip_norm`.

@@ -1,5 +1,8 @@
 """Windows: stacking, splitting, tails and refusals."""
 
+import threading
+import traceback
+
 import numpy as np
 import pytest
 import torch
@@ -59,3 +62,72 @@ def test_empty_windows_and_strings_are_refused():
         funcacc.stack([{"s": "text"}])
     with pytest.raises(funcacc.FuncaccError, match=r"count is 5.*capacity is 2"):
         as_window(funcacc.Window(torch.zeros(2, 1), 5))
+
+
+def reading_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("funcacc-windows")]
+
+
+def numbered(n, seen=None):
+    for i in range(n):
+        if seen is not None:
+            seen.append((i, threading.current_thread().name))
+        yield torch.tensor([float(i)])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_reading_ahead_keeps_the_order_and_leaves_no_thread(prefetch):
+    seen = []
+    made = list(funcacc.windows(numbered(10, seen), 4, prefetch=prefetch))
+    assert [w.tree.flatten().tolist()[: w.count] for w in made] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+    ahead = {name.startswith("funcacc-windows") for _, name in seen}
+    assert ahead == {prefetch > 0}
+    assert not reading_threads()
+
+
+def test_reading_ahead_is_limited():
+    seen = []
+    reader = funcacc.windows(numbered(100, seen), 2, prefetch=2)
+    next(reader)
+    reader.close()
+    assert len(seen) <= 2 * (2 + 2)
+    assert not reading_threads()
+
+
+def test_leaving_the_loop_early_leaves_no_thread():
+    for _ in funcacc.windows(numbered(100), 2):
+        break
+    assert not reading_threads()
+
+
+def test_the_loaders_exception_comes_with_its_own_traceback():
+    def broken():
+        yield from numbered(3)
+        raise KeyError("sample 3")
+
+    reader = funcacc.windows(broken(), 2)
+    assert next(reader).count == 2
+    with pytest.raises(KeyError, match="sample 3") as caught:
+        next(reader)
+    assert "in broken" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert not reading_threads()
+
+
+def test_windows_are_moved_to_the_device(engine):
+    device = funcacc.device(engine)
+    (window,) = funcacc.windows([{"x": torch.ones(2)}, {"x": torch.zeros(2)}], 2, device=device)
+    assert window.tree["x"].device == device
+    assert window.tree["x"].cpu().tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "size, prefetch, message",
+    [(0, 2, "the window size is 0; give at least 1"), (2, -1, "prefetch is -1; give 0 to read")],
+)
+def test_impossible_sizes_are_refused_at_once(size, prefetch, message):
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        funcacc.windows([], size, prefetch=prefetch)

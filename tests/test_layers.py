@@ -46,6 +46,7 @@ ORDER = [
     "layers",
     "stages",
     "jit",
+    "default_loss",
     "accumulate",
     "step",
     "train",

@@ -53,6 +53,21 @@ def _batch_norm(
     return out.to(x.dtype), *saved
 
 
+def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Counts in `bins` intervals from `min` to `max`, the last one closed; XLA has no kernel."""
+    values = x.reshape(-1)
+    low, high = values.new_full((), min), values.new_full((), max)
+    if min == max:
+        low, high = values.min(), values.max()
+        flat = low == high
+        low, high = torch.where(flat, low - 1, low), torch.where(flat, high + 1, high)
+    position = ((values - low) * bins / (high - low)).floor()
+    position = torch.where(values == high, float(bins - 1), position)
+    inside = (values >= low) & (values <= high)
+    hits = (position.unsqueeze(1) == torch.arange(bins, device=x.device)) & inside.unsqueeze(1)
+    return hits.sum(0).to(x.dtype)
+
+
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table: core ATen, with batch normalisation written out."""
@@ -81,4 +96,5 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     for name in (aten.embedding_dense_backward.default, aten.lift_fresh_copy.default):
         table.pop(name, None)
     table[aten.native_batch_norm.default] = _batch_norm
+    table[aten.histc.default] = _histc
     return table
