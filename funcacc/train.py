@@ -161,7 +161,8 @@ class TrainStep:
             BatchError: for microbatches that disagree, or something that isn't a window.
             FuncaccError: when the step can't be traced; model and optimizer are unchanged.
         """
-        with self._lock:
+        # Tensors made in inference mode can't become the parameters' values.
+        with self._lock, torch.inference_mode(False):
             compiled, opt, window = self._prepare(batches)
             targets = self._targets(compiled, opt)
             self._own(targets)
@@ -499,7 +500,9 @@ class Steps:
             made[key] = make()
             # The table would keep the model alive for ever otherwise.
             made[key]._model = weakref.ref(model)
-            if len(made) == _MANY_LOSSES and len({k[0] for k in made}) == _MANY_LOSSES:
+            code = getattr(loss_fn, "__code__", None)
+            alike = {k[0] for k in made if code and getattr(k[0], "__code__", None) is code}
+            if len(alike) == _MANY_LOSSES:
                 warnings.warn(
                     f"{self.name} was given a new loss function on each call, and traces and "
                     "compiles each; define the loss function once, outside the training loop",

@@ -418,3 +418,79 @@ def test_a_branch_on_the_device_is_refused_with_its_line(engine):
     with pytest.raises(OptimizerError, match=r"test_optimizers.py:\d+ \(if p.grad is not None"):
         pair.step([torch.randn(5, 4)])
     assert all(torch.equal(v, before[k]) for k, v in pair.model.state_dict().items())
+
+
+def adamw(model):
+    return optim.AdamW(trainable(model), lr=0.01, **EPS)
+
+
+def test_a_group_added_in_mid_run(engine):
+    pair = Pair(engine, lambda m: optim.AdamW([m.a.weight], lr=0.01, **EPS))
+    pair.advance(2)
+    for opt, model in zip(pair.both, (pair.model, pair.ref), strict=True):
+        opt.add_param_group({"params": [model.b.weight], "lr": 0.05})
+    pair.advance(2)
+    pair.check()
+
+
+def test_freezing_and_unfreezing_in_mid_run(engine):
+    pair = Pair(engine, adamw)
+    for frozen in (False, True, False):
+        for model in (pair.model, pair.ref):
+            model.a.weight.requires_grad_(not frozen)
+        before = pair.model.a.weight.detach().cpu().clone()
+        pair.advance(2)
+        assert torch.equal(before, pair.model.a.weight.detach().cpu()) == frozen
+    pair.check()
+    assert len(pair.step.report().reasons) == 2
+
+
+def test_states_loaded_in_mid_run(engine):
+    pair = Pair(engine, adamw)
+    pair.advance(2)
+    saved = copy.deepcopy((pair.ref.state_dict(), pair.ref_opt.state_dict()))
+    pair.advance(2)
+    for opt, model in zip(pair.both, (pair.model, pair.ref), strict=True):
+        model.load_state_dict(saved[0])
+        opt.load_state_dict(copy.deepcopy(saved[1]))
+    pair.advance(2)
+    pair.check()
+    assert pair.step.report().compiles == 1
+
+
+def test_the_state_goes_on_in_a_plain_optimizer_and_back(engine):
+    pair = Pair(engine, adamw)
+    pair.advance(2)
+    plain = copy.deepcopy(pair.ref)
+    plain.load_state_dict({k: v.cpu() for k, v in pair.model.state_dict().items()})
+    plain_opt = adamw(plain)
+    plain_opt.load_state_dict(pair.opt.state_dict())
+    batches = [torch.randn(5, 4) for _ in range(2)]
+    plain_step(plain, plain_opt, loss_fn, batches)
+    plain_step(pair.ref, pair.ref_opt, loss_fn, batches)
+    pair.model.load_state_dict(plain.state_dict())
+    pair.opt.load_state_dict(plain_opt.state_dict())
+    pair.advance()
+    pair.check()
+
+
+def test_edits_between_steps_are_seen(engine):
+    pair = Pair(engine, lambda m: optim.SGD(trainable(m), lr=0.1, momentum=0.9))
+    pair.advance(2)
+    for opt, model in zip(pair.both, (pair.model, pair.ref), strict=True):
+        model.a.weight.data.mul_(2)
+        opt.state[model.b.weight]["momentum_buffer"].zero_()
+    pair.advance(2)
+    pair.check()
+    assert pair.step.report().compiles == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradient_modes_of_the_caller_do_not_matter(engine, mode):
+    pair = Pair(engine, adamw)
+    for _ in range(2):
+        batches = [torch.randn(5, 4) for _ in range(2)]
+        with mode():
+            pair.step(batches)
+        plain_step(pair.ref, pair.ref_opt, loss_fn, batches)
+    pair.check()
