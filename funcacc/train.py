@@ -396,8 +396,14 @@ class TrainStep:
             target.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Key and step count, as a plain dict that loads with ``weights_only=True``."""
-        return {"rng": self._rng.cpu().clone(), "step": int(self._step)}
+        """Key and step count, as a plain dict that loads with ``weights_only=True``.
+
+        With an ``init``/``update`` optimizer also its state, by path, once there is one: after
+        the first step, or after `compile`. A torch optimizer has a state dict of its own.
+        """
+        state = {"rng": self._rng.cpu().clone(), "step": int(self._step)}
+        own = self._adopted.own_state()
+        return {**state, "opt_state": own} if own else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave.
@@ -412,6 +418,19 @@ class TrainStep:
             )
         if not isinstance(state.get("step"), int):
             raise StateError("state['step'] must be an int, as TrainStep.state_dict gives")
+        own, given = self._adopted.own_state(), state.get("opt_state", {})
+        lines = [
+            f"  {p}: {_spec_of(given, p)} given, {_spec_of(own, p)} needed"
+            for p in sorted({*own, *given})
+            if _spec_of(given, p) != _spec_of(own, p)
+        ]
+        if lines:
+            raise StateError(
+                "state['opt_state'] doesn't fit this step (without any yet, call "
+                "step.compile(batches) before loading):\n" + "\n".join(lines)
+            )
+        for path, value in given.items():
+            self._adopted.replace(path, self._engine.put(value))
         self._rng = self._engine.put(key)
         self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
 
@@ -430,6 +449,11 @@ class TrainStep:
             "a TrainStep can't be pickled or copied; save model.state_dict(), opt.state_dict() "
             "and step.state_dict(), and make a new TrainStep"
         )
+
+
+def _spec_of(tensors: dict[str, Any], path: str) -> TensorSpec | None:
+    value = tensors.get(path)
+    return TensorSpec.of(value) if isinstance(value, Tensor) else None
 
 
 def _storage(t: Tensor) -> int:

@@ -328,3 +328,19 @@ def test_loading_an_optimizer_state_between_steps(engine):
             opt.load_state_dict(copy.deepcopy(ref_opt.state_dict()))
     assert_same(model, opt, ref, ref_opt)
     assert step.report().compiles == 1
+
+
+def test_a_loss_function_made_anew_is_reported_once(engine):
+    model = on(engine, mlp())
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    data = microbatches(1)
+
+    def advance():
+        funcacc.train_step(model, opt, data, lambda m, b: loss_fn(m, b))
+
+    advance()
+    advance()
+    with pytest.warns(UserWarning, match="train_step was given a new loss function on each call"):
+        advance()
+    # Warnings are errors here: a second one would fail.
+    advance()

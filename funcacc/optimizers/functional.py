@@ -94,6 +94,10 @@ class FunctionalOptimizer:
             self.state = trees.map_tree(put, created.entries["state"])
             self.reached = created.entries["reached"]
 
+    def own_state(self) -> dict[str, Tensor]:
+        """All of it."""
+        return {path: x.detach().cpu().clone() for path, x in self.leaves().items()}
+
     def tree(self) -> PyTree:
         """The state."""
         return self.state
@@ -170,6 +174,10 @@ class GradientsOnly:
 
     def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
         """Nothing to keep."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """None."""
+        return {}
 
     def tree(self) -> PyTree:
         """No state."""

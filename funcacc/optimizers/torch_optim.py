@@ -208,6 +208,10 @@ class TorchOptimizers:
             on_device = {k: put(v) if isinstance(v, Tensor) else v for k, v in entries.items()}
             self.optimizers[m.opt].state[m.param] = on_device
 
+    def own_state(self) -> dict[str, Tensor]:
+        """None: ``opt.state_dict()`` has it."""
+        return {}
+
     def tree(self) -> dict[str, dict[str, Any]]:
         """Parameter name -> key -> value."""
         return {name: dict(entries) for name, entries in self._entries().items()}

@@ -153,6 +153,9 @@ class Adopted(Protocol):
             moved: whether the step counts; asked only where an answer is needed.
         """
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Host copies of the state that no other state dict holds, by path."""
+
     def tree(self) -> Any:
         """The state as the user knows it."""
 
