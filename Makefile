@@ -10,6 +10,9 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 TESTS_READ := $(shell find funcacc tests docs examples README.md pyproject.toml \
   -name __pycache__ -prune -o -print 2>/dev/null)
 
+# Tracing, which takes most of the tests' time, uses one core.
+TEST_PROCESSES ?= -n 2
+
 export PJRT_DEVICE ?= CPU
 
 .PHONY: help install demo test retest lint format clean
@@ -36,11 +39,11 @@ test: $(TESTED)
 	@echo 'The tests passed for the files as they are; "make retest" runs them again.'
 
 $(TESTED): $(INSTALLED) $(TESTS_READ)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_PROCESSES)
 	@touch $@
 
 retest: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

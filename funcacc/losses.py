@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from funcacc.errors import ModelError
 from funcacc.loss import Loss
 
 
@@ -80,7 +81,11 @@ def mse(prediction: Tensor, target: Tensor) -> Loss:
 
     Returns:
         One term; over a window it equals ``F.mse_loss`` of the whole batch.
+
+    Raises:
+        ModelError: when the shapes differ; they aren't broadcast.
     """
+    _check_shapes("mse", prediction, target)
     return Loss(F.mse_loss(prediction, target, reduction="sum"), float(prediction.numel()))
 
 
@@ -94,8 +99,20 @@ def bce_with_logits(logits: Tensor, target: Tensor, *, pos_weight: Tensor | None
 
     Returns:
         One term; over a window it equals PyTorch's mean over the whole batch.
+
+    Raises:
+        ModelError: when the shapes differ.
     """
+    _check_shapes("bce_with_logits", logits, target)
     total = F.binary_cross_entropy_with_logits(
         logits, target, pos_weight=pos_weight, reduction="sum"
     )
     return Loss(total, float(logits.numel()))
+
+
+def _check_shapes(name: str, a: Tensor, b: Tensor) -> None:
+    if a.shape != b.shape:
+        raise ModelError(
+            f"losses.{name} was given shapes {tuple(a.shape)} and {tuple(b.shape)}; make them "
+            "equal, e.g. by unsqueeze(-1): broadcasting would count pairs of elements"
+        )
