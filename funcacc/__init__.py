@@ -10,8 +10,10 @@ from funcacc.layers import scan_layers
 from funcacc.loops import fori_loop, scan, while_loop
 from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
+from funcacc.one_line import train_step
+from funcacc.state import TrainState
 from funcacc.step import Accumulated, StepOutput
-from funcacc.train import TrainState, TrainStep, train_step
+from funcacc.train import TrainStep
 
 __all__ = [
     "Accumulated",

@@ -9,9 +9,10 @@ from torch import nn
 
 from funcacc import model as models
 from funcacc.errors import ModelError
+from funcacc.one_line import Steps
 from funcacc.optimizers.functional import GradientsOnly
 from funcacc.step import Accumulated
-from funcacc.train import Steps, TrainStep
+from funcacc.train import TrainStep
 from funcacc.types import LossFn, PyTree
 
 _steps = Steps("accumulate")

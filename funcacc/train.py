@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,28 +22,11 @@ from funcacc.errors import CarryError, StateError
 from funcacc.optimizers import adopt
 from funcacc.optimizers.update import Adopted, Update
 from funcacc.report import Leaf, Report
+from funcacc.state import TrainState, matching
 from funcacc.step import Layout, Options, Step, StepOutput, trace_step
-from funcacc.types import LossFn, PyTree, TensorSpec
+from funcacc.types import LossFn, TensorSpec
 
 log = logging.getLogger("funcacc")
-
-
-class TrainState(NamedTuple):
-    """The state that a step carries; the user's own tensors.
-
-    Attributes:
-        params: parameters by name.
-        buffers: buffers by name.
-        opt_state: optimizer state, parameter name -> key -> tensor.
-        rng: ``int32[2]`` key.
-        step: ``int32`` 0-d, optimizer steps taken.
-    """
-
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    opt_state: dict[str, dict[str, Tensor]]
-    rng: Tensor
-    step: Tensor
 
 
 class _Compiled(NamedTuple):
@@ -391,7 +372,7 @@ class TrainStep:
             StateError: naming the leaves that differ; nothing was changed.
         """
         mine = self.state
-        pairs = _matching(mine, state)
+        pairs = matching(mine, state)
         for target, value in pairs:
             target.copy_(value)
 
@@ -476,104 +457,3 @@ def _check_state(layout: Layout, step: Step) -> None:
     ]
     if lines:
         raise CarryError("the step changes the shape or dtype of its state:\n" + "\n".join(lines))
-
-
-def _matching(mine: TrainState, other: TrainState) -> list[tuple[Tensor, Tensor]]:
-    a, spec = trees.flatten(mine)
-    b, other_spec = trees.flatten(other)
-    if spec != other_spec:
-        raise StateError(
-            "the state has other leaves than this step:\n"
-            + trees.describe_difference(mine, other, "state")
-        )
-    paths = trees.paths(mine, "state")
-    lines = [
-        f"  {p}: {TensorSpec.of(y)} given, {TensorSpec.of(x)} needed"
-        for p, x, y in zip(paths, a, b, strict=True)
-        if TensorSpec.of(x) != TensorSpec.of(y)
-    ]
-    if lines:
-        raise StateError("the state doesn't fit this step:\n" + "\n".join(lines))
-    return list(zip(a, b, strict=True))
-
-
-class Steps:
-    """The steps that one-line calls have made, each kept as long as its model.
-
-    Args:
-        name: of the call, for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._made: weakref.WeakKeyDictionary[nn.Module, dict[Any, TrainStep]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def find(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn | None,
-        other: tuple[Any, ...],
-        make: Callable[[], TrainStep],
-    ) -> TrainStep:
-        """The step for these, made when there is none."""
-        made = self._made.setdefault(model, {})
-        key = (loss_fn, other)
-        if key not in made:
-            made[key] = make()
-            # The table would keep the model alive for ever otherwise.
-            made[key]._model = weakref.ref(model)
-            code = getattr(loss_fn, "__code__", None)
-            alike = {k[0] for k in made if code and getattr(k[0], "__code__", None) is code}
-            if len(alike) == _MANY_LOSSES:
-                warnings.warn(
-                    f"{self.name} was given a new loss function on each call, and traces and "
-                    "compiles each; define the loss function once, outside the training loop",
-                    stacklevel=3,
-                )
-        return made[key]
-
-
-_steps = Steps("train_step")
-_MANY_LOSSES = 3
-
-
-def train_step(
-    model: nn.Module, opt: Any, batches: PyTree, loss_fn: LossFn | None = None, **options: Any
-) -> StepOutput:
-    """One optimizer step over the microbatches in `batches`.
-
-    Finds or makes the `TrainStep` of (model, opt, loss_fn, options) and calls it.
-
-    Args:
-        model: as for `TrainStep`.
-        opt: as for `TrainStep`.
-        batches: a `Window`, or a list or iterator of microbatches.
-        loss_fn: a function defined once, outside the training loop.
-        **options: as for `TrainStep`.
-
-    Returns:
-        A `StepOutput`.
-
-    Raises:
-        FuncaccError: as `TrainStep` and its call.
-
-    Example:
-        >>> import torch, funcacc
-        >>> model = torch.nn.Linear(2, 1)
-        >>> opt = torch.optim.AdamW(model.parameters())
-        >>> def loss_fn(model, batch):
-        ...     return funcacc.losses.mse(model(batch["x"]), batch["y"])
-        >>> window = funcacc.split({"x": torch.ones(8, 2), "y": torch.zeros(8, 1)}, 4)
-        >>> funcacc.train_step(model, opt, window, loss_fn).weight
-        tensor(8.)
-    """
-    optimizers = tuple(map(id, opt)) if isinstance(opt, (list, tuple)) else (id(opt),)
-    step = _steps.find(
-        model,
-        loss_fn,
-        (optimizers, *sorted(options.items(), key=lambda kv: kv[0])),
-        lambda: TrainStep(model, opt, loss_fn, **options),
-    )
-    return step(batches)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["batches", "engines", "jit", "layers", "loops", "loss", "model", "train"]
+MODULES = ["batches", "engines", "jit", "layers", "loops", "loss", "model", "one_line", "train"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -211,11 +211,11 @@ def test_groups_have_their_own_hyperparameters(engine):
 
 
 def test_one_trace_serves_all_parameters_that_are_alike(monkeypatch):
-    from funcacc.optimizers import shadow
+    from funcacc.optimizers import rules
 
     traced = []
-    original = shadow.trace_rule
-    monkeypatch.setattr(shadow, "trace_rule", lambda *args: traced.append(1) or original(*args))
+    original = rules.trace_rule
+    monkeypatch.setattr(rules, "trace_rule", lambda *args: traced.append(1) or original(*args))
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
     pair = Pair("eager", lambda m: optim.AdamW(m.parameters(), **EPS), model)
     pair.advance()

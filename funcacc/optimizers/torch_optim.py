@@ -11,7 +11,8 @@ from torch import Tensor
 
 from funcacc import trees
 from funcacc.errors import OptimizerError
-from funcacc.optimizers import shadow
+from funcacc.optimizers import rules, shadow
+from funcacc.optimizers.creation import Maker
 from funcacc.optimizers.shadow import NUMBER, Group, Role, is_number
 from funcacc.optimizers.update import Call, Created, Rule, Update
 from funcacc.types import TensorSpec
@@ -183,7 +184,7 @@ class TorchOptimizers:
     def create(self, params: Mapping[str, Tensor], reached: Sequence[str]) -> Created:
         """What the optimizer itself would put into its state on the first step."""
         present = self._entries()
-        makers: dict[Any, _Maker] = {}
+        makers: dict[Any, Maker] = {}
         entries, born = {}, []
         for name in reached:
             if name in present:
@@ -193,7 +194,7 @@ class TorchOptimizers:
             plain = group.options([self._host_value(group.leaves[n]) for n in group.numeric])
             kind = (m.opt, m.group, TensorSpec.of(params[name]))
             if kind not in makers:
-                makers[kind] = _Maker(opt, plain, params[name])
+                makers[kind] = Maker(opt, plain, params[name])
             made = makers[kind].make(params[name])
             if made:
                 entries[name] = made
@@ -305,7 +306,7 @@ class TorchOptimizers:
     def _trace(
         self, i: int, groups: Sequence[Group], roles: Sequence[Role], numbers: Sequence[float]
     ) -> Rule:
-        traced = shadow.trace_rule(self.optimizers[i], groups, roles, numbers)
+        traced = rules.trace_rule(self.optimizers[i], groups, roles, numbers)
         self._counters |= {(i, g, path) for g, path in traced.counters}
         return traced.rule
 
@@ -325,8 +326,8 @@ class TorchOptimizers:
         roles = [r._replace(group=position[g]) for g, r in pair]
         numbers = [self._host_value(g.leaves[n]) for g in groups for n in g.numeric]
         numbers += [0.0 for r in roles for _ in range(r.numbers)]
-        traced = shadow.trace_rule(opt, groups, roles, numbers)
-        return shadow.independent(traced.rule.graph, roles)
+        traced = rules.trace_rule(opt, groups, roles, numbers)
+        return rules.independent(traced.rule.graph, roles)
 
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Move the host's numbers on, and run the user's post-step hooks."""
@@ -369,47 +370,6 @@ class TorchOptimizers:
                 opt.param_groups[group.position].update(trees.unflatten(group.spec, leaves))
         for (i, g, key), value in added.items():
             self.optimizers[i].param_groups[g][key] = value
-
-
-class _Maker:
-    """Makes the first state of parameters that are alike.
-
-    Two trial runs on the host tell whether the state depends on the parameter's value or
-    on its gradient; where it does on neither, one result serves all.
-    """
-
-    def __init__(self, opt: torch.optim.Optimizer, options: dict[str, Any], param: Tensor) -> None:
-        self.opt = opt
-        self.options = options
-        value = param.detach().cpu()
-        noise = torch.Generator().manual_seed(0)
-        grad = torch.randn(value.shape, generator=noise).to(value.dtype)
-        base = self._run(value, grad)
-        self.from_gradient = not _same(base, self._run(value, -2 * grad))
-        self.constant = base if _same(base, self._run(value + 1, grad)) else None
-
-    def _run(self, value: Tensor, grad: Tensor) -> dict[str, Any]:
-        return shadow.first_state(self.opt, self.options, value.clone(), grad)
-
-    def make(self, param: Tensor) -> dict[str, Any]:
-        """The state of one parameter, on the host."""
-        if self.constant is not None:
-            return dict(self.constant)
-        value = param.detach().cpu()
-        return self._run(value, torch.zeros_like(value))
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    xs, spec = trees.flatten(a)
-    ys, other = trees.flatten(b)
-    if spec != other:
-        return False
-    return all(
-        torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
-        if isinstance(x, Tensor) and isinstance(y, Tensor)
-        else x is y or x == y
-        for x, y in zip(xs, ys, strict=True)
-    )
 
 
 def _is_hyper(x: Any) -> bool:

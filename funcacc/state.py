@@ -1,0 +1,49 @@
+"""`TrainState`: what a step carries, and whether another state fits it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funcacc import trees
+from funcacc.errors import StateError
+from funcacc.types import TensorSpec
+
+
+class TrainState(NamedTuple):
+    """The state that a step carries; the user's own tensors.
+
+    Attributes:
+        params: parameters by name.
+        buffers: buffers by name.
+        opt_state: optimizer state, parameter name -> key -> tensor.
+        rng: ``int32[2]`` key.
+        step: ``int32`` 0-d, optimizer steps taken.
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    opt_state: dict[str, dict[str, Tensor]]
+    rng: Tensor
+    step: Tensor
+
+
+def matching(mine: TrainState, other: TrainState) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of leaves of two states of one structure; `StateError` names what differs."""
+    a, spec = trees.flatten(mine)
+    b, other_spec = trees.flatten(other)
+    if spec != other_spec:
+        raise StateError(
+            "the state has other leaves than this step:\n"
+            + trees.describe_difference(mine, other, "state")
+        )
+    paths = trees.paths(mine, "state")
+    lines = [
+        f"  {p}: {TensorSpec.of(y)} given, {TensorSpec.of(x)} needed"
+        for p, x, y in zip(paths, a, b, strict=True)
+        if TensorSpec.of(x) != TensorSpec.of(y)
+    ]
+    if lines:
+        raise StateError("the state doesn't fit this step:\n" + "\n".join(lines))
+    return list(zip(a, b, strict=True))
