@@ -120,3 +120,43 @@ def test_a_window_that_is_not_finite_changes_nothing(engine):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert step.state_dict()["step"] == 1
     assert not bool(step([torch.ones(1)] * 2).skipped)
+
+
+def test_each_capacity_is_compiled_once_and_its_counts_are_inputs(engine):
+    model = Scalar().to(funcacc.device(engine))
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = funcacc.TrainStep(model, opt, lambda m, b: (m.w * b).sum())
+
+    def mean_of(values, capacity):
+        tree = torch.zeros(capacity, 1)
+        tree[: len(values), 0] = torch.tensor(values)
+        # Rows past the count are never read.
+        tree[len(values) :] = float("nan")
+        return step(funcacc.Window(tree, torch.tensor(len(values)))).loss.item()
+
+    for capacity in (4, 2, 4, 2, 1):
+        for count in range(1, capacity + 1):
+            values = [float(i) for i in range(count)]
+            assert mean_of(values, capacity) == pytest.approx(sum(values) / count)
+    report = step.report()
+    assert (report.compiles, report.traces) == (3, 1)
+
+
+def test_grad_transform_comes_after_clipping_and_sees_the_parameters(engine):
+    def transform(grads, params):
+        return {n: g.mul_(2) + 0.1 * params[n] for n, g in grads.items()}
+
+    out, w = run(
+        engine,
+        lambda m, b: (m.w * b).sum(),
+        [torch.tensor([3.0]), torch.tensor([5.0])],
+        clip_norm=1.0,
+        grad_transform=transform,
+    )
+    assert out.grad_norm.item() == pytest.approx(4.0)
+    assert w.item() == pytest.approx(1.0 - (2.0 + 0.1), rel=1e-5)
+
+
+def test_a_grad_transform_that_loses_a_gradient_is_refused(engine):
+    with pytest.raises(funcacc.FuncaccError, match=r"grads\['w'\] is missing"):
+        run(engine, lambda m, b: (m.w * b).sum(), [torch.ones(1)], grad_transform=lambda g, p: {})
