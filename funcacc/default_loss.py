@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from funcacc.loss import Loss
 from funcacc.types import PyTree
 
-_IGNORED = -100
-_BY_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
-_BY_LABEL = ("ForMaskedLM", "ForTokenClassification")
-_SHIFTED = ("ForCausalLM", "LMHeadModel")
 
-
-def default_loss(model: Any, batch: PyTree) -> Any:
+def default_loss(model: nn.Module, batch: PyTree) -> Any:
     """Call the model on a microbatch, and weigh the loss that it returns.
 
-    For transformers models with ``labels`` in the microbatch:
+    When the output is one of transformers, and the forward pass took the mean of one cross
+    entropy over labels (causal and masked language models, encoder-decoders, classification
+    of tokens, sequences, images or pixels), that is::
 
-    - causal language models: ``sum over tokens of -log p / number of labels``, both over the
-      whole window, as the model computes it with ``num_items_in_batch``; label t + 1 belongs
-      to logits t and -100 is ignored. The router loss of a mixture of experts is averaged over
-      the microbatches.
-    - encoder-decoders, masked language models, token classification: the mean over labels
-      that aren't -100, over the whole window.
-    - sequence and image classification: the mean over samples.
+        total = loss * count,   weight = count = number of labels that aren't ignored
 
-    Any other model returns its loss itself; it is averaged over the microbatches.
+    as the model itself counts them, shifted or not. So J is the mean over all labels of the
+    window: what the model computes for the full batch, and for a causal language model what
+    it computes with ``num_items_in_batch`` of the whole window. The router loss of a mixture
+    of experts stays apart and is averaged over the microbatches.
+
+    Any other loss is returned as it is, and averaged over the microbatches: for a loss that
+    is a mean over samples that is the mean over the samples of the window.
 
     Args:
         model: a module, called as ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
@@ -38,36 +37,67 @@ def default_loss(model: Any, batch: PyTree) -> Any:
     """
     if not isinstance(batch, Mapping):
         return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    labels = batch.get("labels")
-    kinds = {cls.__name__ for cls in type(model).__mro__}
-    if "PreTrainedModel" not in kinds or not isinstance(labels, Tensor):
-        return model(**batch)
-    name = type(model).__name__
-    if name.endswith(_SHIFTED):
-        return _causal(model, batch, labels)
-    result = model(**batch)
-    if name.endswith(_BY_SAMPLE):
-        return Loss(result.loss * labels.shape[0], labels.shape[0])
-    # The others of that name put images into a causal model.
-    conditional = name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder
-    if conditional or name.endswith(_BY_LABEL):
-        count = (labels != _IGNORED).sum()
-        return Loss(result.loss * count, count)
-    return result
-
-
-def _causal(model: Any, batch: Mapping[str, Any], labels: Tensor) -> Any:
-    kinds = inspect.signature(model.forward).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in kinds):
-        # Such a model can't be told the number of labels.
+    with _CrossEntropies() as means:
         result = model(**batch)
-        count = (labels[..., 1:] != _IGNORED).sum()
-        return Loss(result.loss * count, count)
-    # Divided by one: the sum over the labels, also where there are none.
-    result = model(**batch, num_items_in_batch=1)
-    total, count = result.loss, (labels[..., 1:] != _IGNORED).sum()
+    ours = any(cls.__name__ == "ModelOutput" for cls in type(result).__mro__)
+    loss = getattr(result, "loss", None)
+    if not ours or not isinstance(loss, Tensor) or len(means.counts) != 1:
+        return result
+    (count,) = means.counts
+    if count is None:
+        return result
     router = getattr(result, "aux_loss", None)
-    coefficient = getattr(model.config, "router_aux_loss_coef", None)
-    if isinstance(router, Tensor) and coefficient:
-        return Loss(total - coefficient * router, count) + coefficient * Loss.mean(router)
-    return Loss(total, count)
+    coefficient = _router_coefficient(model)
+    if not isinstance(router, Tensor) or not coefficient:
+        return _mean_of(loss, count)
+    return _mean_of(loss - coefficient * router, count) + coefficient * Loss.mean(router)
+
+
+def _mean_of(mean: Tensor, count: Tensor) -> Loss:
+    # The mean of no labels is NaN, which a weight of 0 would not undo.
+    return Loss(torch.where(count > 0, mean * count, 0.0), count)
+
+
+def _router_coefficient(model: nn.Module) -> float | None:
+    found = (getattr(m, "config", None) for m in model.modules())
+    return next((c.router_aux_loss_coef for c in found if hasattr(c, "router_aux_loss_coef")), None)
+
+
+class _CrossEntropies(TorchFunctionMode):
+    """Watches cross entropies.
+
+    Attributes:
+        counts: for each, how many labels it is the mean of; `None` when it isn't such a mean.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Tensor | None] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note the call, and make it."""
+        if func is F.cross_entropy:
+            self.counts.append(_count(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _count(
+    _logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    legacy = size_average is not None or reduce is not None
+    if legacy or reduction != "mean" or weight is not None or target.is_floating_point():
+        return None
+    return (target != ignore_index).sum()

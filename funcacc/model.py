@@ -176,7 +176,11 @@ def _check_ties(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if not getattr(config, "tie_word_embeddings", False) or not hasattr(module, "tie_weights"):
             continue
-        entry, head = module.get_input_embeddings(), module.get_output_embeddings()
+        try:
+            entry, head = module.get_input_embeddings(), module.get_output_embeddings()
+        except NotImplementedError:
+            # Wrappers inside a model that share its config but don't say where theirs are.
+            continue
         a, b = getattr(entry, "weight", None), getattr(head, "weight", None)
         if a is not None and b is not None and a is not b and a.shape == b.shape:
             name = f"model.{path}" if path else "model"

@@ -4,11 +4,15 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -16,6 +20,8 @@ from transformers import (
     MixtralConfig,
     T5Config,
     T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 import funcacc
@@ -56,6 +62,37 @@ def t5():
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
+
+
+def bart():
+    """A causal model that shifts no labels and knows no `num_items_in_batch`."""
+    config = BartConfig(
+        vocab_size=WORDS, d_model=16, decoder_layers=1, decoder_attention_heads=2,
+        decoder_ffn_dim=16, max_position_embeddings=16, dropout=0.0,
+    )  # fmt: skip
+    return BartForCausalLM(config)
+
+
+def xlnet():
+    """Another one, which takes any keyword."""
+    config = XLNetConfig(
+        vocab_size=WORDS, d_model=16, n_layer=1, n_head=2, d_inner=16, dropout=0.0
+    )  # fmt: skip
+    return XLNetLMHeadModel(config)
+
+
+class Wrapped(nn.Module):
+    """As adapters wrap a model: no class of transformers, but its output."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch):
+        return self.inner(**batch)
+
+    def tie_weights(self):
+        self.inner.tie_weights()
 
 
 def bert(cls, **more):
@@ -132,20 +169,73 @@ def test_the_router_loss_is_averaged_over_microbatches(engine):
     assert_equals_the_full_batch(engine, ref, microbatches, wanted)
 
 
-@pytest.mark.parametrize("make", [t5, lambda: bert(BertForMaskedLM)])
-def test_other_models_weigh_by_label(engine, make):
+# The weights are found while tracing, before there is an engine: two on each, the rest once.
+OTHERS = {
+    "t5": t5,
+    "bart": bart,
+    "xlnet": xlnet,
+    "masked": lambda: bert(BertForMaskedLM),
+    "tokens": lambda: bert(BertForTokenClassification, num_labels=WORDS),
+    "wrapped": lambda: Wrapped(llama()),
+}
+
+
+@pytest.mark.parametrize("name", ["t5", "xlnet"])
+def test_other_models_weigh_by_the_labels_that_they_count(engine, name):
+    check_with_a_microbatch_without_labels(engine, OTHERS[name])
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS.keys() - {"t5", "xlnet"}))
+def test_yet_other_models(name):
+    check_with_a_microbatch_without_labels("eager", OTHERS[name])
+
+
+def check_with_a_microbatch_without_labels(engine, make):
+    """Its own mean would be NaN."""
     ref, microbatches = make().train(), ragged()
+    microbatches.append({k: v.clone() for k, v in microbatches[0].items()})
+    microbatches[-1]["labels"].fill_(-100)
     full = whole(microbatches)
     assert_equals_the_full_batch(engine, ref, microbatches, lambda m: m(**full).loss)
 
 
-def test_classification_is_the_mean_over_samples(engine):
+# Labels of three microbatches of two samples.
+SAMPLES = {
+    "classes": (torch.tensor([[0, 1], [2, 0], [1, 1]]), 6),
+    "ignored": (torch.tensor([[0, -100], [2, 0], [-100, -100]]), 3),
+    "several": (torch.tensor([[[0.0, 1.0, 0.0]] * 2, [[1.0, 1.0, 0.0]] * 2]), 2),
+}
+
+
+def check_samples(engine, name):
+    labels, weight = SAMPLES[name]
     ref = bert(BertForSequenceClassification, num_labels=3).train()
     microbatches = [
-        {"input_ids": torch.randint(1, WORDS, (2, 6)), "labels": torch.randint(0, 3, (2,))}
-        for _ in range(3)
+        {"input_ids": torch.randint(1, WORDS, (2, 6)), "labels": some} for some in labels
     ]
     full = whole(microbatches)
     assert_equals_the_full_batch(engine, ref, microbatches, lambda m: m(**full).loss)
-    out = funcacc.accumulate(ref, microbatches)
-    assert out.weight.item() == 6
+    assert funcacc.accumulate(ref, microbatches).weight.item() == weight
+
+
+def test_classification_is_the_mean_over_samples(engine):
+    check_samples(engine, "ignored")
+
+
+@pytest.mark.parametrize("name", ["classes", "several"])
+def test_classification_with_all_labels_and_with_several(name):
+    check_samples("eager", name)
+
+
+def test_a_loss_of_several_cross_entropies_is_left_as_it_is():
+    class Two(Wrapped):
+        def forward(self, **batch):
+            first, second = self.inner(**batch), self.inner(**batch)
+            first.loss = first.loss + second.loss
+            return first
+
+    model, microbatches = Two(llama()).train(), ragged()
+    out = funcacc.accumulate(model, microbatches)
+    means = torch.stack([model(**b).loss.detach() for b in microbatches])
+    torch.testing.assert_close(out.loss, means.mean())
+    assert out.weight.item() == 3
