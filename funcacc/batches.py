@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,7 +26,8 @@ class Window:
     Attributes:
         tree: leaves have a leading axis of K, the capacity.
         count: how many of the K are there, 1 <= count <= K: an ``int`` or an integer
-            0-d tensor. Rows past it are never read.
+            0-d tensor. Rows past it are never read. A count on an accelerator isn't checked,
+            for that would wait for the device.
 
     Example:
         >>> import torch, funcacc
@@ -49,15 +51,19 @@ class Window:
         leaves, _ = trees.flatten(self.tree)
         if not leaves:
             raise BatchError("a window needs at least one tensor; its tree has no leaves")
-        sizes = {}
-        for path, leaf in zip(trees.paths(self.tree, "window"), leaves, strict=True):
-            if not leaf.ndim:
+        sizes = {tuple(getattr(leaf, "shape", ()))[:1] for leaf in leaves}
+        if len(sizes) > 1 or () in sizes:
+            self._explain(leaves)
+        return int(sizes.pop()[0])
+
+    def _explain(self, leaves: list[Any]) -> None:
+        paths = trees.paths(self.tree, "window")
+        tensors = {p: _tensor(x, p) for p, x in zip(paths, leaves, strict=True)}
+        for path, t in tensors.items():
+            if not t.ndim:
                 raise BatchError(f"{path} is 0-d; each leaf of a window has a leading axis of K")
-            sizes[path] = int(leaf.shape[0])
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{p}: {n}" for p, n in sizes.items())
-            raise BatchError(f"the leaves of a window have different leading axes: {listed}")
-        return next(iter(sizes.values()))
+        listed = ", ".join(f"{p}: {t.shape[0]}" for p, t in tensors.items())
+        raise BatchError(f"the leaves of a window have different leading axes: {listed}")
 
     def __repr__(self) -> str:
         """Capacity, count and the specs of the leaves."""
@@ -81,9 +87,15 @@ def _tensor(leaf: Any, path: str) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.detach()
     if isinstance(leaf, (np.ndarray, np.generic)):
-        if leaf.dtype.kind in "OUSM":
-            raise BatchError(f"{path} is a NumPy array of {leaf.dtype}; turn it into numbers")
-        return torch.from_numpy(np.ascontiguousarray(leaf))
+        try:
+            # PyTorch takes neither read-only arrays nor other byte orders.
+            native = leaf.dtype.newbyteorder("=")
+            return torch.from_numpy(np.require(leaf, native, ["C", "W"]))
+        except TypeError as e:
+            raise BatchError(
+                f"{path} is a NumPy array of {leaf.dtype}, which no tensor can hold; "
+                "turn it into numbers"
+            ) from e
     if isinstance(leaf, (bool, int, float)):
         return torch.tensor(leaf)
     raise BatchError(
@@ -119,6 +131,10 @@ def stack(microbatches: Iterable[PyTree]) -> Window:
 def _checked_leaves(item: PyTree, i: int, first: PyTree, spec: trees.TreeSpec) -> list[Tensor]:
     leaves, own = trees.flatten(item)
     root = f"microbatch[{i}]"
+    if isinstance(item, Window):
+        raise BatchError(
+            f"{root} is a Window, which holds microbatches itself; pass one window to each call"
+        )
     if own != spec:
         raise BatchError(
             f"{root} has another structure than microbatch[0]:\n"
@@ -126,7 +142,13 @@ def _checked_leaves(item: PyTree, i: int, first: PyTree, spec: trees.TreeSpec) -
         )
     tensors = [_tensor(x, p) for x, p in zip(leaves, trees.paths(item, root), strict=True)]
     for t, x, p in zip(tensors, trees.flatten(first)[0], trees.paths(item, root), strict=True):
-        want, got = TensorSpec.of(_tensor(x, p)), TensorSpec.of(t)
+        other = _tensor(x, p)
+        if t.device != other.device:
+            raise BatchError(
+                f"{p} is on {t.device}, but in microbatch[0] it is on {other.device}; leave all "
+                "microbatches on the host, or move all of them"
+            )
+        want, got = TensorSpec.of(other), TensorSpec.of(t)
         if want != got:
             raise BatchError(
                 f"{p} is {got}, but in microbatch[0] it is {want}; all microbatches of a window "
@@ -142,19 +164,50 @@ def as_window(batches: Any) -> Window:
         BatchError: for a bare tuple, dict or tensor, which could be one batch or several.
     """
     if isinstance(batches, Window):
-        capacity = batches.capacity
-        if isinstance(batches.count, int) and not 1 <= batches.count <= capacity:
-            raise BatchError(
-                f"the window's count is {batches.count}, but its capacity is {capacity}; "
-                f"give 1 <= count <= {capacity}"
-            )
-        return batches
+        return _checked_window(batches)
     if isinstance(batches, (list, Iterator)):
         return stack(batches)
+    what = f"batches is a {type(batches).__name__}"
+    if isinstance(batches, Iterable) and not isinstance(batches, _ONE_BATCH):
+        raise BatchError(
+            f"{what}; pass the microbatches of one step: a list or an iterator of them, or each "
+            "window of funcacc.windows(loader, size)"
+        )
     raise BatchError(
-        f"batches is a {type(batches).__name__}, which may mean one batch or several microbatches; "
+        f"{what}, which may mean one batch or several microbatches; "
         "write [batch] for one microbatch, or funcacc.split(batch, n) to cut it into n"
     )
+
+
+_ONE_BATCH = (tuple, Mapping, Tensor, np.ndarray, str)
+
+
+def _checked_window(window: Window) -> Window:
+    capacity, count = window.capacity, window.count
+    if isinstance(count, Tensor):
+        if count.ndim or count.is_floating_point() or count.is_complex():
+            raise BatchError(
+                f"the window's count is {TensorSpec.of(count)}; give an int or a 0-d integer tensor"
+            )
+        known = int(count) if count.device.type == "cpu" else None
+    else:
+        try:
+            known = count = operator.index(count)
+        except TypeError as e:
+            raise BatchError(
+                f"the window's count is {count!r}; give an int or a 0-d integer tensor"
+            ) from e
+    if known is not None and not 1 <= known <= capacity:
+        raise BatchError(
+            f"the window's count is {known}, but its capacity is {capacity}; "
+            f"give 1 <= count <= {capacity}"
+        )
+    leaves, spec = trees.flatten(window.tree)
+    if all(isinstance(x, Tensor) for x in leaves):
+        return window if count is window.count else Window(window.tree, count)
+    paths = trees.paths(window.tree, "window")
+    made = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]
+    return Window(trees.unflatten(spec, made), count)
 
 
 def split(batch: PyTree, num_microbatches: int) -> Window:
@@ -174,8 +227,6 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
         BatchError: when n doesn't divide B, naming both.
     """
     n = num_microbatches
-    if n < 1:
-        raise BatchError(f"num_microbatches is {n}; give at least 1")
     leaves, spec = trees.flatten(batch)
     if not leaves:
         raise BatchError("the batch has no leaves to split")
@@ -186,6 +237,10 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
             raise BatchError(f"{p} is 0-d, so it has no batch axis to split")
         if t.shape[0] != tensors[0].shape[0]:
             raise BatchError(f"{p} has {t.shape[0]} rows, but {paths[0]} has {tensors[0].shape[0]}")
+        if n < 1:
+            raise BatchError(
+                f"{p} has {t.shape[0]} rows, to be cut into {n} microbatches; give at least 1"
+            )
         if t.shape[0] % n or not t.shape[0]:
             raise BatchError(
                 f"{p} has {t.shape[0]} rows, which don't divide into {n} microbatches; "

@@ -59,8 +59,9 @@ def _mean_of(mean: Tensor, count: Tensor) -> Loss:
 
 
 def _router_coefficient(model: nn.Module) -> float | None:
-    found = (getattr(m, "config", None) for m in model.modules())
-    return next((c.router_aux_loss_coef for c in found if hasattr(c, "router_aux_loss_coef")), None)
+    name = "router_aux_loss_coef"
+    found = (getattr(getattr(m, "config", None), name, None) for m in model.modules())
+    return next((c for c in found if c is not None), None)
 
 
 class _CrossEntropies(TorchFunctionMode):

@@ -48,6 +48,11 @@ class Loss:
                 "pass the differentiable sum over the microbatch"
             )
         if not isinstance(weight, Tensor):
+            if not isinstance(weight, Real) or not weight >= 0:
+                raise ModelError(
+                    f"the weight of a Loss is {weight!r}; give what `total` is a sum of: "
+                    "a scalar tensor or a number, >= 0"
+                )
             weight = torch.full((), float(weight), dtype=torch.float32, device=total.device)
         self.terms: tuple[Term, ...] = (Term(total, weight.detach(), 1.0),)
         self.aux: PyTree = aux

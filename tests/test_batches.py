@@ -6,6 +6,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import funcacc
 from funcacc.batches import as_window
@@ -37,10 +38,74 @@ def test_one_batch_is_not_guessed_to_be_a_window(batch):
         as_window(batch)
 
 
-@pytest.mark.parametrize("rows", [10, 2])
-def test_split_names_both_numbers(rows):
-    with pytest.raises(funcacc.FuncaccError, match=rf"has {rows} rows.*into 4 microbatches"):
-        funcacc.split({"x": torch.zeros(rows, 1)}, 4)
+@pytest.mark.parametrize("rows, n", [(10, 4), (2, 4), (10, 0), (0, 4)])
+def test_split_names_both_numbers(rows, n):
+    with pytest.raises(funcacc.FuncaccError, match=rf"has {rows} rows.*into {n} microbatches"):
+        funcacc.split({"x": torch.zeros(rows, 1)}, n)
+
+
+READ_ONLY = np.frombuffer(bytes(range(4)), np.uint8)
+ARRAYS = {
+    "scalar": (np.float32(3), torch.tensor(3.0)),
+    "0-d": (np.array(3), torch.tensor(3)),
+    "read-only": (READ_ONLY, torch.arange(4, dtype=torch.uint8)),
+    "big-endian": (np.arange(3, dtype=">f4"), torch.arange(3.0)),
+    "reversed": (np.arange(3)[::-1], torch.tensor([2, 1, 0])),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_numpy_arrays_of_any_kind(name):
+    array, wanted = ARRAYS[name]
+    made = funcacc.stack([array, array]).tree
+    assert (made.dtype, made.shape) == (wanted.dtype, (2, *wanted.shape))
+    assert torch.equal(made[1], wanted)
+
+
+@pytest.mark.parametrize("dtype", [object, "U3", np.longdouble, [("a", "f4")], "M8[s]"])
+def test_arrays_that_are_no_tensors_are_refused(dtype):
+    with pytest.raises(funcacc.FuncaccError, match=r"microbatch\[0\]\['x'\] is a NumPy array of"):
+        funcacc.stack([{"x": np.zeros(2, dtype)}])
+
+
+def mean_of(engine, window):
+    model = nn.Linear(1, 1, bias=False).to(funcacc.device(engine))
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    return funcacc.accumulate(model, window, lambda m, b: m(b["x"]).mean()).loss.item()
+
+
+@pytest.mark.parametrize("count", [2, np.int64(2), torch.tensor(2)])
+def test_a_window_of_numpy_arrays(engine, count):
+    tree = {"x": np.array([[[1.0]], [[3.0]], [[9.0]]], np.float32), "none": None}
+    assert mean_of(engine, funcacc.Window(tree, count)) == 2.0
+
+
+X = torch.zeros(3, 4)
+REFUSED = {
+    "too many": (funcacc.Window(X, np.int64(7)), "count is 7, but its capacity is 3"),
+    "too many, a tensor": (funcacc.Window(X, torch.tensor(7)), "count is 7.*1 <= count <= 3"),
+    "none": (funcacc.Window(X, torch.tensor(0)), "count is 0, but its capacity is 3"),
+    "a float": (funcacc.Window(X, 1.5), "count is 1.5; give an int"),
+    "a floating tensor": (
+        funcacc.Window(X, torch.tensor(1.0)),
+        r"count is float32\[\]; give an int",
+    ),
+    "counts": (funcacc.Window(X, torch.tensor([1])), r"count is int64\[1\]; give an int"),
+    "text": (funcacc.Window({"x": X, "s": "ab"}, 1), r"window\['s'\] is a str"),
+    "0-d": (funcacc.Window({"x": X, "n": torch.tensor(1)}, 1), r"window\['n'\] is 0-d"),
+    "axes": (funcacc.Window({"x": X, "y": X[:2]}, 1), r"window\['x'\]: 3, window\['y'\]: 2"),
+    "windows": ([funcacc.Window(X)], r"microbatch\[0\] is a Window.*pass one window"),
+    "a loader": (torch.utils.data.DataLoader(X), "DataLoader; pass the microbatches of one step"),
+    "devices": ([X, X.to("meta")], r"microbatch\[1\] is on meta, but in microbatch\[0\] .* on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name):
+    batches, message = REFUSED[name]
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        as_window(batches)
 
 
 def test_disagreements_name_microbatch_leaf_and_both_shapes():

@@ -90,6 +90,14 @@ def test_shapes_are_not_broadcast(loss):
         loss(torch.zeros(5, 1), torch.zeros(5))
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), "5", None])
+def test_weights_are_numbers_that_are_not_negative(weight):
+    with pytest.raises(
+        ModelError, match=r"the weight of a Loss is .*; give what `total` is a sum of"
+    ):
+        funcacc.Loss(torch.zeros(()), weight)
+
+
 def test_aux_of_any_tree_comes_back_in_its_structure(engine):
     def loss_fn(m, b):
         aux = {
