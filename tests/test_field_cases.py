@@ -238,26 +238,107 @@ def test_ten_microbatches_are_three_updates_and_three_scheduler_steps(engine):
     assert model.w.item() == pytest.approx(1 - 1 - 0.5 - 0.25)
 
 
-def test_a_window_that_is_not_finite_leaves_everything_bit_for_bit(engine):
-    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model = model.to(funcacc.device(engine))
-    opt = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-4)
-    step = funcacc.TrainStep(
-        model, opt, lambda m, x: m(x).square().mean(), skip_nonfinite=True
-    )  # fmt: skip
-    good, bad = [torch.randn(4, 3) for _ in range(2)], [torch.randn(4, 3) for _ in range(2)]
-    bad[1][0, 0] = float("inf")
-    step(good)
+class Norms(nn.Module):
+    """Two buffers that move, and a square root, whose gradient at 0 isn't finite."""
 
-    def everything():
-        state = opt.state_dict()["state"]
-        values = [*model.state_dict().values(), *(v for e in state.values() for v in e.values())]
-        return [v.cpu().clone() for v in values], step.state.rng.cpu().clone()
+    def __init__(self):
+        super().__init__()
+        self.a, self.bn, self.b = nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 1)
 
-    before, key = everything()
-    assert bool(step(bad).skipped)
-    after, next_key = everything()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert not torch.equal(key, next_key)
-    assert not bool(step(good).skipped)
-    assert not torch.equal(everything()[0][0], before[0])
+    def forward(self, b):
+        y = self.b(self.bn(self.a(b["x"])))
+        return y.square().mean() + (self.b.bias * b["zero"]).sqrt().sum() + b["more"]
+
+
+def norm_batches(**last):
+    plain = {"zero": torch.ones(1), "more": torch.tensor(0.0)}
+    made = [{"x": torch.randn(4, 3), **plain} for _ in range(2)]
+    made[1].update(last)
+    return made
+
+
+BAD = {
+    "an input": {"x": torch.full((4, 3), math.inf)},
+    "the loss alone": {"more": torch.tensor(math.nan)},
+    "the gradient alone": {"zero": torch.zeros(1)},
+}
+
+
+class NormRun:
+    """Steps over windows, with all that they change."""
+
+    def __init__(self, engine):
+        torch.manual_seed(3)
+        model = Norms()
+        with torch.no_grad():
+            model.b.bias.fill_(2.0)
+        self.model = model.to(funcacc.device(engine))
+        self.opt = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-4, weight_decay=0.1)
+        self.step = funcacc.TrainStep(self.model, self.opt, forward, skip_nonfinite=True, seed=1)
+
+    def everything(self):
+        state = self.opt.state_dict()["state"]
+        moments = [v for entry in state.values() for v in entry.values()]
+        values = [*self.model.state_dict().values(), *moments, self.step.state.step]
+        return [v.detach().cpu().clone() for v in values]
+
+    def key(self):
+        return self.step.state.rng.cpu().clone()
+
+
+def forward(model, b):
+    return model(b)
+
+
+def same_bits(a, b):
+    return all(
+        x.numpy().tobytes() == y.numpy().tobytes() and x.dtype == y.dtype
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_window_that_is_not_finite_changes_no_bit(engine, kind):
+    run, spared = NormRun(engine), NormRun(engine)
+    first, bad, last = norm_batches(), norm_batches(**BAD[kind]), norm_batches()
+    for r in (run, spared):
+        assert not bool(r.step(first).skipped)
+    before, key = run.everything(), run.key()
+    out = run.step(bad)
+    assert bool(out.skipped)
+    assert bool(out.loss.isfinite()) == (kind == "the gradient alone")
+    assert bool(out.grad_norm.isfinite()) == (kind == "the loss alone")
+    assert same_bits(before, run.everything())
+    assert not torch.equal(key, run.key())
+    # The next window is as if nothing had been.
+    for r in (run, spared):
+        assert not bool(r.step(last).skipped)
+    assert same_bits(run.everything(), spared.everything())
+    assert not same_bits(run.everything(), before)
+
+
+def forward_only(run, window):
+    for b in window:
+        run.model(b)
+
+
+def zeros_for_gradients(run, window):
+    for p in run.model.parameters():
+        p.grad = torch.zeros_like(p)
+    run.opt.step()
+
+
+def count_only(run, window):
+    for entry in run.opt.state.values():
+        entry["step"] += 1
+
+
+@pytest.mark.parametrize("twin", [forward_only, zeros_for_gradients, count_only])
+def test_skipping_by_halves_is_seen(twin):
+    """Twins that keep the parameters finite, and yet change something."""
+    run = NormRun("eager")
+    run.step(norm_batches())
+    before = run.everything()
+    assert same_bits(before, run.everything())
+    twin(run, norm_batches())
+    assert not same_bits(before, run.everything())
