@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -193,79 +190,3 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
             )
     cut = [t.reshape(t.shape[0] // n, n, *t.shape[1:]).transpose(0, 1) for t in tensors]
     return Window(trees.unflatten(spec, cut))
-
-
-def windows(
-    loader: Iterable[PyTree],
-    size: int,
-    *,
-    device: torch.device | str | None = None,
-    prefetch: int = 2,
-) -> Iterator[Window]:
-    """Group the microbatches of a loader into windows.
-
-    Equals::
-
-        while microbatches := list(itertools.islice(loader, size)):
-            yield stack(microbatches)
-
-    except that the last, shorter window has the same capacity and a smaller `count`, so
-    that nothing is dropped and nothing is compiled again, and that a thread reads ahead.
-
-    Args:
-        loader: any iterable of microbatches. It is read in a background thread, in order; its
-            exceptions are raised here when their window is asked for, with their traceback.
-        size: K.
-        device: where to move windows, in the background too; `None` leaves them on the host,
-            and the step moves them.
-        prefetch: how many windows are read ahead; 0 reads in this thread, when asked.
-
-    Raises:
-        BatchError: when `size` < 1 or `prefetch` < 0, or microbatches disagree.
-
-    Example:
-        >>> import torch, funcacc
-        >>> loader = [torch.tensor([i]) for i in range(5)]
-        >>> [w.tree.flatten().tolist()[: w.count] for w in funcacc.windows(loader, 2)]
-        [[0, 1], [2, 3], [4]]
-    """
-    if size < 1:
-        raise BatchError(f"the window size is {size}; give at least 1")
-    if prefetch < 0:
-        raise BatchError(f"prefetch is {prefetch}; give 0 to read without a thread, or more")
-    source = _windows(iter(loader), size, device)
-    return _read_ahead(source, prefetch) if prefetch else source
-
-
-def _windows(
-    source: Iterator[PyTree], size: int, device: torch.device | str | None
-) -> Iterator[Window]:
-    while items := list(itertools.islice(source, size)):
-        window = _padded(items, size)
-        if device is not None:
-            window.tree = trees.map_tree(lambda t: t.to(device), window.tree)
-        yield window
-
-
-def _read_ahead(source: Iterator[Window], count: int) -> Iterator[Window]:
-    with ThreadPoolExecutor(1, thread_name_prefix="funcacc-windows") as pool:
-        pending = collections.deque(pool.submit(next, source, None) for _ in range(count))
-        try:
-            while (window := pending.popleft().result()) is not None:
-                pending.append(pool.submit(next, source, None))
-                yield window
-        finally:
-            for future in pending:
-                future.cancel()
-
-
-def _padded(items: Sequence[PyTree], size: int) -> Window:
-    full = stack(items)
-    missing = size - len(items)
-    if not missing:
-        return full
-
-    def pad(t: Tensor) -> Tensor:
-        return torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
-
-    return Window(trees.map_tree(pad, full.tree), len(items))

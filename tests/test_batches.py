@@ -131,3 +131,47 @@ def test_windows_are_moved_to_the_device(engine):
 def test_impossible_sizes_are_refused_at_once(size, prefetch, message):
     with pytest.raises(funcacc.FuncaccError, match=message):
         funcacc.windows([], size, prefetch=prefetch)
+
+
+def pending(tensor):
+    """Whether a device tensor waits for a sync to get its buffer."""
+    import torch_xla
+
+    return "XLAData: None" in torch_xla._XLAC._get_xla_tensor_debug_info(tensor)
+
+
+def test_the_reading_thread_leaves_nothing_pending_on_xla():
+    """What is pending in one thread is taken up by a sync in another, halfway."""
+    device = funcacc.device("xla")
+    (window,) = funcacc.windows([torch.ones(2)], 1, device=device)
+    assert not pending(window.tree)
+    assert pending(torch.ones(1, 2).to(device))
+
+
+def test_a_loader_draws_as_ever_while_the_step_is_traced(engine):
+    """Tracing replaces functions of the whole process; the reading thread must not see it."""
+    seen = {}
+
+    def in_a_thread():
+        torch.random.set_rng_state(torch.random.get_rng_state())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            seen["drawn"] = torch.rand(2)
+        seen["state"] = torch.get_rng_state().numel()
+        torch.set_rng_state(torch.get_rng_state())
+        seen["compiling"] = torch.compiler.is_compiling()
+
+    def loss_fn(model, x):
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+        seen["traced"] = torch.compiler.is_compiling(), torch.get_rng_state().numel()
+        return model(x).mean()
+
+    funcacc.accumulate(
+        torch.nn.Linear(2, 1).to(funcacc.device(engine)), [torch.ones(1, 2)], loss_fn
+    )
+    wanted = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(seen["drawn"], wanted)
+    assert seen["state"] == torch.get_rng_state().numel() > 1
+    assert (seen["compiling"], seen["traced"]) == (False, (True, 1))

@@ -39,6 +39,7 @@ ORDER = [
     "engines.xla.lower",
     "engines.xla",
     "engines",
+    "reading",
     "carries",
     "open_loop",
     "host",
