@@ -22,7 +22,8 @@ class Window:
     Attributes:
         tree: leaves have a leading axis of K, the capacity.
         count: how many of the K are there, 1 <= count <= K: an ``int`` or an integer
-            0-d tensor. Rows past it are never read.
+            0-d tensor. Rows past it are never read. On a device it isn't checked, which would
+            wait: more than K count as K, and less than 1 as no microbatch at all.
 
     Example:
         >>> import torch, funcacc
@@ -48,7 +49,7 @@ class Window:
             raise BatchError("a window needs at least one tensor; its tree has no leaves")
         sizes = {}
         for path, leaf in zip(trees.paths(self.tree, "window"), leaves, strict=True):
-            if not leaf.ndim:
+            if not getattr(leaf, "ndim", 0):
                 raise BatchError(f"{path} is 0-d; each leaf of a window has a leading axis of K")
             sizes[path] = int(leaf.shape[0])
         if len(set(sizes.values())) > 1:
@@ -139,19 +140,56 @@ def as_window(batches: Any) -> Window:
         BatchError: for a bare tuple, dict or tensor, which could be one batch or several.
     """
     if isinstance(batches, Window):
-        capacity = batches.capacity
-        if isinstance(batches.count, int) and not 1 <= batches.count <= capacity:
-            raise BatchError(
-                f"the window's count is {batches.count}, but its capacity is {capacity}; "
-                f"give 1 <= count <= {capacity}"
-            )
-        return batches
+        _check_count(batches)
+        return _with_tensors(batches)
     if isinstance(batches, (list, Iterator)):
         return stack(batches)
     raise BatchError(
         f"batches is a {type(batches).__name__}, which may mean one batch or several microbatches; "
         "write [batch] for one microbatch, or funcacc.split(batch, n) to cut it into n"
     )
+
+
+def _check_count(window: Window) -> None:
+    count, capacity = window.count, window.capacity
+    if isinstance(count, Tensor):
+        if count.ndim or count.is_floating_point() or count.dtype == torch.bool:
+            raise BatchError(
+                f"the window's count is {TensorSpec.of(count)}; give an int or a 0-d integer tensor"
+            )
+        known = int(count) if count.device.type == "cpu" else None
+    elif isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+        raise BatchError(
+            f"the window's count is {count!r}; give an int or a 0-d integer tensor, "
+            f"1 <= count <= {capacity}"
+        )
+    else:
+        known = int(count)
+    if known is not None and not 1 <= known <= capacity:
+        raise BatchError(
+            f"the window's count is {known}, but its capacity is {capacity}; "
+            f"give 1 <= count <= {capacity}"
+        )
+
+
+def _with_tensors(window: Window) -> Window:
+    leaves, spec = trees.flatten(window.tree)
+    if all(isinstance(x, Tensor) for x in leaves):
+        return window
+    paths = trees.paths(window.tree, "window")
+    tensors = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]
+    return Window(trees.unflatten(spec, tensors), window.count)
+
+
+def whole(value: int, what: str, least: int = 1) -> int:
+    """`value`, if it is a whole number that isn't too small.
+
+    Raises:
+        BatchError: naming `what` and the value otherwise.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise BatchError(f"{what} is {value!r}; give a whole number, at least {least}")
+    return int(value)
 
 
 def split(batch: PyTree, num_microbatches: int) -> Window:
@@ -168,11 +206,9 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
         A window of n microbatches of B / n rows.
 
     Raises:
-        BatchError: when n doesn't divide B, naming both.
+        BatchError: when n doesn't divide B, naming both, or is no whole number >= 1.
     """
-    n = num_microbatches
-    if n < 1:
-        raise BatchError(f"num_microbatches is {n}; give at least 1")
+    n = whole(num_microbatches, "num_microbatches")
     leaves, spec = trees.flatten(batch)
     if not leaves:
         raise BatchError("the batch has no leaves to split")

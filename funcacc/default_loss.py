@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcacc.loss import Loss
@@ -51,9 +52,13 @@ def default_loss(model: Any, batch: PyTree) -> Any:
     # The others of that name put images into a causal model.
     conditional = name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder
     if conditional or name.endswith(_BY_LABEL):
-        count = (labels != _IGNORED).sum()
-        return Loss(result.loss * count, count)
+        return _of_mean(result.loss, (labels != _IGNORED).sum())
     return result
+
+
+def _of_mean(mean: Tensor, count: Tensor) -> Loss:
+    # The mean over no label is 0 / 0.
+    return Loss(torch.where(count > 0, mean, 0.0) * count, count)
 
 
 def _causal(model: Any, batch: Mapping[str, Any], labels: Tensor) -> Any:
@@ -61,8 +66,7 @@ def _causal(model: Any, batch: Mapping[str, Any], labels: Tensor) -> Any:
     if not any(p.kind is p.VAR_KEYWORD for p in kinds):
         # Such a model can't be told the number of labels.
         result = model(**batch)
-        count = (labels[..., 1:] != _IGNORED).sum()
-        return Loss(result.loss * count, count)
+        return _of_mean(result.loss, (labels[..., 1:] != _IGNORED).sum())
     # Divided by one: the sum over the labels, also where there are none.
     result = model(**batch, num_items_in_batch=1)
     total, count = result.loss, (labels[..., 1:] != _IGNORED).sum()

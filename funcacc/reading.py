@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from funcacc import trees
-from funcacc.batches import Window, stack
+from funcacc.batches import Window, stack, whole
 from funcacc.engines import get_engine
 from funcacc.engines.base import Engine
-from funcacc.errors import BatchError
 from funcacc.types import PyTree
 
 
@@ -53,10 +52,8 @@ def windows(
         >>> [w.tree.flatten().tolist()[: w.count] for w in funcacc.windows(loader, 2)]
         [[0, 1], [2, 3], [4]]
     """
-    if size < 1:
-        raise BatchError(f"the window size is {size}; give at least 1")
-    if prefetch < 0:
-        raise BatchError(f"prefetch is {prefetch}; give 0 to read without a thread, or more")
+    size = whole(size, "the window size")
+    prefetch = whole(prefetch, "prefetch", least=0)
     engine = None if device is None else get_engine("auto", torch.device(device))
     source = _windows(iter(loader), size, engine)
     return _read_ahead(source, prefetch) if prefetch else source

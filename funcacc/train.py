@@ -302,7 +302,7 @@ class TrainStep:
         flags = [float(n in self._born) for n in compiled.update.born]
         count = window.count
         if not isinstance(count, Tensor):
-            count = torch.tensor(count)
+            count = torch.tensor(int(count))
         leaves, _ = trees.flatten(window.tree)
         rest = [
             self._hyperparameters([*numbers, *flags]),
