@@ -52,6 +52,7 @@ ORDER = [
     "default_loss",
     "accumulate",
     "state",
+    "options",
     "step",
     "train",
     "one_line",

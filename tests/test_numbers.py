@@ -215,12 +215,39 @@ def test_float64_is_kept_through_several_terms(engine, weight):
 
 @pytest.mark.parametrize("dtype, weight", [(torch.bfloat16, 257), (torch.float16, 70_000)], ids=str)
 def test_the_division_by_the_weights_is_wide(engine, dtype, weight):
-    """bf16 has no 257 * 3, and float16 nothing past 65504."""
+    """bf16 has no 257, and float16 nothing past 65504."""
 
     def loss(model, b):
         return funcacc.Loss((model.w * b).sum(), weight)
 
     model = Scalar().to(funcacc.device(engine))
-    out = funcacc.accumulate(model, [torch.full((1,), 96.0)] * 3, loss, accumulate_dtype=dtype)
-    wanted = torch.tensor(96 / weight).to(dtype)
+    out = funcacc.accumulate(model, [torch.full((1,), 255.0)], loss, accumulate_dtype=dtype)
+    wanted = torch.tensor(255 / weight).to(dtype)
     assert torch.equal(out.grads["w"].cpu(), wanted.reshape(1))
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"clip_norm": -1.0}, "clip_norm is -1.0; give a positive Python number, or None"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; give a positive Python number, or None"),
+        ({"clip_norm": math.nan}, "clip_norm is nan; give a positive"),
+        ({"clip_norm": torch.tensor(1.0)}, r"clip_norm is tensor\(1.\); give a positive Python"),
+        ({"clip_value": "1"}, "clip_value is '1'; give a positive"),
+        ({"grad_transform": 3}, "grad_transform is 3; give a function"),
+        ({"accumulate_dtype": torch.int32}, "accumulate_dtype is torch.int32; give a floating"),
+        ({"accumulate_dtype": "float32"}, "accumulate_dtype is 'float32'; give a floating dtype"),
+        ({"compute_dtype": torch.int64}, "compute_dtype is torch.int64; give a floating dtype"),
+        ({"skip_nonfinite": 1}, "skip_nonfinite is 1; give True or False"),
+        ({"seed": "a"}, "seed is 'a'; give an int"),
+        ({"clip_nrom": 1.0}, "there is no option 'clip_nrom'; choose from accumulate_dtype"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(option, message):
+    """Some would go unnoticed: a negative clip_norm climbs, an integer accumulator rounds."""
+    model = Scalar()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        funcacc.TrainStep(model, opt, lambda m, b: (m.w * b).sum(), **option)
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        funcacc.accumulate(model, [torch.ones(1)], lambda m, b: (m.w * b).sum(), **option)
