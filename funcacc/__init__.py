@@ -1,7 +1,7 @@
 """Functional gradient accumulation for PyTorch: one step, one program, every buffer donated."""
 
 from funcacc import losses
-from funcacc.batches import Window, split, stack, windows
+from funcacc.batches import Window, split, stack
 from funcacc.engines import device, engines
 from funcacc.errors import FuncaccError
 from funcacc.gradients import accumulate
@@ -11,6 +11,7 @@ from funcacc.loops import fori_loop, scan, while_loop
 from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
 from funcacc.one_line import train_step
+from funcacc.reading import windows
 from funcacc.state import TrainState
 from funcacc.step import Accumulated, StepOutput
 from funcacc.train import TrainStep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ class Microbatch:
         trainable: names of the parameters that are differentiated.
         frozen: names of the other parameters.
         buffers: names of the buffers.
+        scales: what each term's total is multiplied by before it is differentiated; without
+            effect for one term.
         reached: those of `trainable` that the loss depends on.
         changed: those of `buffers` that the forward pass writes.
         coefficients: one for each loss term.
@@ -44,6 +47,7 @@ class Microbatch:
     trainable: list[str]
     frozen: list[str]
     buffers: list[str]
+    scales: TensorSpec
     graph: Graph = field(init=False)
     reached: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -89,14 +93,17 @@ def trace_microbatch(s: Setting) -> Microbatch:
         CarryError: for a buffer that changes its shape or dtype.
         CaptureError: for code that can't be part of a pure graph.
     """
-    traced = _trace(s, 1)
-    if len(traced.coefficients) > 1:
-        traced = _trace(s, len(traced.coefficients))
+    traced = _trace(s, TensorSpec((1,), torch.float32))
+    n = len(traced.coefficients)
+    if n > 1:
+        totals = traced.graph.outputs[traced.slices()["totals"]]
+        widest = functools.reduce(torch.promote_types, (t.dtype for t in totals), torch.float32)
+        traced = _trace(s, TensorSpec((n,), widest))
     return traced
 
 
-def _trace(s: Setting, num_scales: int) -> Microbatch:
-    out = Microbatch(list(s.trainable), list(s.frozen), list(s.buffers))
+def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
+    out = Microbatch(list(s.trainable), list(s.frozen), list(s.buffers), scales_spec)
     counts = [len(s.trainable), len(s.frozen), len(s.buffers), 2, len(s.batch)]
 
     def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
@@ -138,7 +145,7 @@ def _trace(s: Setting, num_scales: int) -> Microbatch:
         ]
 
     specs = [*s.trainable.values(), *s.frozen.values(), *s.buffers.values()]
-    specs += [TensorSpec((2,), torch.int32), TensorSpec((num_scales,), torch.float32), *s.batch]
+    specs += [TensorSpec((2,), torch.int32), scales_spec, *s.batch]
     names = [f"params[{n!r}]" for n in [*s.trainable, *s.frozen]]
     names += [f"buffers[{n!r}]" for n in s.buffers] + ["key", "scales"]
     names += trees.spec_paths(s.batch_tree, "batch")
@@ -238,8 +245,11 @@ def run_window(
     """
     cut = m.slices()
     outs = m.graph.outputs
+    capacity = int(x.batch[0].shape[0])
+    # A count on the device can't be checked; indices past the capacity would read its last row.
+    x = x._replace(trips=x.trips.clamp(max=capacity))
     captured = [tracing.tensors.admit(t) for t in m.graph.captured]
-    scales = torch.ones(max(1, len(m.coefficients)), dtype=torch.float32)
+    scales = torch.ones(m.scales.shape, dtype=m.scales.dtype)
     if len(m.coefficients) > 1:
         scales = _term_scales(m, x, captured)
 
@@ -250,7 +260,7 @@ def run_window(
         "grads": [_zeros(s, _acc_dtype(s.dtype, accumulate_dtype)) for s in outs[cut["grads"]]],
         "totals": [_zeros(s, _sum_dtype(s.dtype)) for s in outs[cut["totals"]]],
         "weights": [_zeros(s, _sum_dtype(s.dtype)) for s in outs[cut["weights"]]],
-        "aux": _aux_zeros(m, outs[cut["aux"]], int(x.batch[0].shape[0])),
+        "aux": _aux_zeros(m, outs[cut["aux"]], capacity),
         "aux_weights": [_zeros(s, s.dtype) for s in outs[cut["aux_weights"]]],
         "buffers": [x.buffers[n] for n in m.changed],
     }
@@ -302,7 +312,7 @@ def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor]) -> Tens
     graph = select(m.graph, wanted)
     n = len(m.coefficients)
     zeros = [_zeros(s, _sum_dtype(s.dtype)) for s in graph.outputs[:n]]
-    scales = torch.ones(n, dtype=torch.float32)
+    scales = torch.ones(m.scales.shape, dtype=m.scales.dtype)
 
     def body(i: Tensor, c: tuple[list[Tensor], list[Tensor]]) -> Any:
         buffers = {**x.buffers, **dict(zip(m.changed, c[1], strict=False))}
@@ -312,8 +322,8 @@ def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor]) -> Tens
     start = torch.zeros((), dtype=torch.int32)
     state = [x.buffers[b] for b in m.changed] if evolving else []
     sums, _ = loops.fori_loop(start, x.trips, body, (zeros, state))
-    weights = torch.stack([w.to(torch.float32) for w in sums])
-    c = torch.tensor(m.coefficients, dtype=torch.float32)
+    weights = torch.stack([w.to(m.scales.dtype) for w in sums])
+    c = torch.tensor(m.coefficients, dtype=m.scales.dtype)
     return torch.where(weights > 0, c / torch.where(weights > 0, weights, 1.0), 0.0)
 
 
@@ -338,7 +348,10 @@ def _scaled(coefficient: float, x: Tensor) -> Tensor:
 
 
 class _Ratio:
-    """``total / weight`` in the dtype of the total, and 0 where the weight is 0."""
+    """``total / weight`` in the dtype of the total, and 0 where the weight is 0.
+
+    Computed in at least ``float32``: half precision holds few counts, and none past 65504.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.usable = weight > 0
@@ -346,12 +359,13 @@ class _Ratio:
         self._parts: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, total: Tensor) -> Tensor:
-        if total.dtype not in self._parts:
-            w = self.weight.to(total.dtype)
+        wide = _sum_dtype(total.dtype)
+        if wide not in self._parts:
+            w = self.weight.to(wide)
             one, zero = w.new_ones(()), w.new_zeros(())
-            self._parts[total.dtype] = torch.where(self.usable, w, one), zero
-        w, zero = self._parts[total.dtype]
-        return torch.where(self.usable, total / w, zero)
+            self._parts[wide] = torch.where(self.usable, w, one), zero
+        w, zero = self._parts[wide]
+        return torch.where(self.usable, total.to(wide) / w, zero).to(total.dtype)
 
 
 def _acc_dtype(dtype: torch.dtype, asked: torch.dtype) -> torch.dtype:
@@ -379,7 +393,7 @@ def _aux_zeros(m: Microbatch, specs: Sequence[TensorSpec], capacity: int) -> lis
             wide = s.dtype if s.dtype.is_floating_point else torch.float32
             out.append(_zeros(s, torch.promote_types(wide, torch.float32)))
         elif kind is Sum:
-            out.append(_zeros(s, torch.int64 if s.dtype == torch.bool else s.dtype))
+            out.append(_zeros(s, _sum_dtype(s.dtype)))
         elif kind is Last:
             out.append(_zeros(s, s.dtype))
         else:
@@ -397,7 +411,9 @@ def _aux_step(
     out, w = [], iter(weights)
     for kind, s, v in zip(m.reductions, sums, values, strict=True):
         if kind is Mean:
-            out.append(s + v.to(s.dtype) * next(w).to(s.dtype))
+            weight = next(w).to(s.dtype)
+            # What has no weight may be 0 / 0.
+            out.append(s + torch.where(weight != 0, v.to(s.dtype) * weight, 0.0))
         elif kind is Sum:
             out.append(s + v.to(s.dtype))
         elif kind is Stack:

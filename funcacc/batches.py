@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,8 +22,8 @@ class Window:
     Attributes:
         tree: leaves have a leading axis of K, the capacity.
         count: how many of the K are there, 1 <= count <= K: an ``int`` or an integer
-            0-d tensor. Rows past it are never read. A count on an accelerator isn't checked,
-            for that would wait for the device.
+            0-d tensor. Rows past it are never read. On a device it isn't checked, which would
+            wait: more than K count as K, and less than 1 as no microbatch at all.
 
     Example:
         >>> import torch, funcacc
@@ -53,10 +49,10 @@ class Window:
             raise BatchError("a window needs at least one tensor; its tree has no leaves")
         sizes = {tuple(getattr(leaf, "shape", ()))[:1] for leaf in leaves}
         if len(sizes) > 1 or () in sizes:
-            self._explain(leaves)
+            self._refuse(leaves)
         return int(sizes.pop()[0])
 
-    def _explain(self, leaves: list[Any]) -> None:
+    def _refuse(self, leaves: list[Any]) -> None:
         paths = trees.paths(self.tree, "window")
         tensors = {p: _tensor(x, p) for p, x in zip(paths, leaves, strict=True)}
         for path, t in tensors.items():
@@ -164,7 +160,8 @@ def as_window(batches: Any) -> Window:
         BatchError: for a bare tuple, dict or tensor, which could be one batch or several.
     """
     if isinstance(batches, Window):
-        return _checked_window(batches)
+        _check_count(batches)
+        return _with_tensors(batches)
     if isinstance(batches, (list, Iterator)):
         return stack(batches)
     what = f"batches is a {type(batches).__name__}"
@@ -182,32 +179,46 @@ def as_window(batches: Any) -> Window:
 _ONE_BATCH = (tuple, Mapping, Tensor, np.ndarray, str)
 
 
-def _checked_window(window: Window) -> Window:
-    capacity, count = window.capacity, window.count
+def _check_count(window: Window) -> None:
+    count, capacity = window.count, window.capacity
     if isinstance(count, Tensor):
-        if count.ndim or count.is_floating_point() or count.is_complex():
+        if count.ndim or count.is_floating_point() or count.dtype == torch.bool:
             raise BatchError(
                 f"the window's count is {TensorSpec.of(count)}; give an int or a 0-d integer tensor"
             )
         known = int(count) if count.device.type == "cpu" else None
+    elif isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+        raise BatchError(
+            f"the window's count is {count!r}; give an int or a 0-d integer tensor, "
+            f"1 <= count <= {capacity}"
+        )
     else:
-        try:
-            known = count = operator.index(count)
-        except TypeError as e:
-            raise BatchError(
-                f"the window's count is {count!r}; give an int or a 0-d integer tensor"
-            ) from e
+        known = int(count)
     if known is not None and not 1 <= known <= capacity:
         raise BatchError(
             f"the window's count is {known}, but its capacity is {capacity}; "
             f"give 1 <= count <= {capacity}"
         )
+
+
+def _with_tensors(window: Window) -> Window:
     leaves, spec = trees.flatten(window.tree)
     if all(isinstance(x, Tensor) for x in leaves):
-        return window if count is window.count else Window(window.tree, count)
+        return window
     paths = trees.paths(window.tree, "window")
-    made = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]
-    return Window(trees.unflatten(spec, made), count)
+    tensors = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]
+    return Window(trees.unflatten(spec, tensors), window.count)
+
+
+def whole(value: int, what: str, least: int = 1) -> int:
+    """`value`, if it is a whole number that isn't too small.
+
+    Raises:
+        BatchError: naming `what` and the value otherwise.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise BatchError(f"{what} is {value!r}; give a whole number, at least {least}")
+    return int(value)
 
 
 def split(batch: PyTree, num_microbatches: int) -> Window:
@@ -224,23 +235,20 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
         A window of n microbatches of B / n rows.
 
     Raises:
-        BatchError: when n doesn't divide B, naming both.
+        BatchError: when n doesn't divide B, naming both, or is no whole number >= 1.
     """
-    n = num_microbatches
     leaves, spec = trees.flatten(batch)
     if not leaves:
         raise BatchError("the batch has no leaves to split")
     paths = trees.paths(batch, "batch")
     tensors = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]
+    rows = f"{tensors[0].shape[0]} rows" if tensors[0].ndim else "a 0-d tensor"
+    n = whole(num_microbatches, f"num_microbatches, for {paths[0]} of {rows},")
     for t, p in zip(tensors, paths, strict=True):
         if not t.ndim:
             raise BatchError(f"{p} is 0-d, so it has no batch axis to split")
         if t.shape[0] != tensors[0].shape[0]:
             raise BatchError(f"{p} has {t.shape[0]} rows, but {paths[0]} has {tensors[0].shape[0]}")
-        if n < 1:
-            raise BatchError(
-                f"{p} has {t.shape[0]} rows, to be cut into {n} microbatches; give at least 1"
-            )
         if t.shape[0] % n or not t.shape[0]:
             raise BatchError(
                 f"{p} has {t.shape[0]} rows, which don't divide into {n} microbatches; "
@@ -248,79 +256,3 @@ def split(batch: PyTree, num_microbatches: int) -> Window:
             )
     cut = [t.reshape(t.shape[0] // n, n, *t.shape[1:]).transpose(0, 1) for t in tensors]
     return Window(trees.unflatten(spec, cut))
-
-
-def windows(
-    loader: Iterable[PyTree],
-    size: int,
-    *,
-    device: torch.device | str | None = None,
-    prefetch: int = 2,
-) -> Iterator[Window]:
-    """Group the microbatches of a loader into windows.
-
-    Equals::
-
-        while microbatches := list(itertools.islice(loader, size)):
-            yield stack(microbatches)
-
-    except that the last, shorter window has the same capacity and a smaller `count`, so
-    that nothing is dropped and nothing is compiled again, and that a thread reads ahead.
-
-    Args:
-        loader: any iterable of microbatches. It is read in a background thread, in order; its
-            exceptions are raised here when their window is asked for, with their traceback.
-        size: K.
-        device: where to move windows, in the background too; `None` leaves them on the host,
-            and the step moves them.
-        prefetch: how many windows are read ahead; 0 reads in this thread, when asked.
-
-    Raises:
-        BatchError: when `size` < 1 or `prefetch` < 0, or microbatches disagree.
-
-    Example:
-        >>> import torch, funcacc
-        >>> loader = [torch.tensor([i]) for i in range(5)]
-        >>> [w.tree.flatten().tolist()[: w.count] for w in funcacc.windows(loader, 2)]
-        [[0, 1], [2, 3], [4]]
-    """
-    if size < 1:
-        raise BatchError(f"the window size is {size}; give at least 1")
-    if prefetch < 0:
-        raise BatchError(f"prefetch is {prefetch}; give 0 to read without a thread, or more")
-    source = _windows(iter(loader), size, device)
-    return _read_ahead(source, prefetch) if prefetch else source
-
-
-def _windows(
-    source: Iterator[PyTree], size: int, device: torch.device | str | None
-) -> Iterator[Window]:
-    while items := list(itertools.islice(source, size)):
-        window = _padded(items, size)
-        if device is not None:
-            window.tree = trees.map_tree(lambda t: t.to(device), window.tree)
-        yield window
-
-
-def _read_ahead(source: Iterator[Window], count: int) -> Iterator[Window]:
-    with ThreadPoolExecutor(1, thread_name_prefix="funcacc-windows") as pool:
-        pending = collections.deque(pool.submit(next, source, None) for _ in range(count))
-        try:
-            while (window := pending.popleft().result()) is not None:
-                pending.append(pool.submit(next, source, None))
-                yield window
-        finally:
-            for future in pending:
-                future.cancel()
-
-
-def _padded(items: Sequence[PyTree], size: int) -> Window:
-    full = stack(items)
-    missing = size - len(items)
-    if not missing:
-        return full
-
-    def pad(t: Tensor) -> Tensor:
-        return torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
-
-    return Window(trees.map_tree(pad, full.tree), len(items))

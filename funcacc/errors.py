@@ -35,6 +35,10 @@ class OptimizerError(FuncaccError, ValueError):
     """An optimizer that a training step can't be made of."""
 
 
+class OptionError(FuncaccError, ValueError):
+    """An option that doesn't exist, or a value that it can't have."""
+
+
 class EngineError(FuncaccError, RuntimeError):
     """An engine that is missing, or that can't run an operation of the graph."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from funcacc import model as models
-from funcacc.errors import ModelError
+from funcacc.errors import OptionError
 from funcacc.one_line import Steps
 from funcacc.optimizers.functional import GradientsOnly
 from funcacc.step import Accumulated
@@ -50,7 +50,7 @@ def accumulate(
         the loss reaches.
 
     Raises:
-        ModelError: for `skip_nonfinite`: there is no step to skip.
+        OptionError: for `skip_nonfinite`: there is no step to skip.
         FuncaccError: as `TrainStep` and its call.
 
     Example:
@@ -61,8 +61,8 @@ def accumulate(
         >>> funcacc.accumulate(model, [torch.ones(4, 2), torch.zeros(4, 2)], loss_fn).grads
         {'weight': tensor([[0.5000, 0.5000]])}
     """
-    if options.get("skip_nonfinite"):
-        raise ModelError(
+    if options.get("skip_nonfinite") is True:
+        raise OptionError(
             "accumulate takes no skip_nonfinite, for it takes no optimizer step that could be "
             "skipped; look at grad_norm and don't call opt.step()"
         )

@@ -53,7 +53,8 @@ class Loss:
                     f"the weight of a Loss is {weight!r}; give what `total` is a sum of: "
                     "a scalar tensor or a number, >= 0"
                 )
-            weight = torch.full((), float(weight), dtype=torch.float32, device=total.device)
+            wide = torch.promote_types(total.dtype, torch.float32)
+            weight = torch.full((), float(weight), dtype=wide, device=total.device)
         self.terms: tuple[Term, ...] = (Term(total, weight.detach(), 1.0),)
         self.aux: PyTree = aux
 
@@ -104,14 +105,21 @@ def _merge_aux(a: PyTree, b: PyTree) -> PyTree:
 
 
 class Mean(NamedTuple):
-    """Aux reduced as ``sum_i(weight_i * value_i) / sum_i(weight_i)``; 0 if the weights sum to 0."""
+    """Aux reduced as ``sum_i(weight_i * value_i) / sum_i(weight_i)``.
+
+    0 if the weights sum to 0. A value of weight 0 counts as 0, also where it is 0 / 0. The
+    weight has the shape of the value, or one that broadcasts to it.
+    """
 
     value: Any
     weight: Any = 1
 
 
 class Sum(NamedTuple):
-    """Aux reduced as ``sum_i(value_i)``, in the value's dtype (booleans are counted)."""
+    """Aux reduced as ``sum_i(value_i)``.
+
+    In ``int64`` for integers and booleans, in ``float32`` or wider for floats.
+    """
 
     value: Any
 
@@ -192,4 +200,18 @@ def split_aux(aux: PyTree) -> tuple[list[Any], trees.TreeSpec]:
                 f"aux holds a {type(reduction.value).__name__}; it may hold tensors and numbers, "
                 "bare or in funcacc.Mean, Sum, Last or Stack"
             )
+        if isinstance(reduction, Mean):
+            _check_weight(reduction)
     return found, spec
+
+
+def _check_weight(mean: Mean) -> None:
+    value, weight = (tuple(getattr(x, "shape", ())) for x in mean)
+    fits = len(weight) <= len(value) and all(
+        w in (1, v) for w, v in zip(reversed(weight), reversed(value), strict=False)
+    )
+    if not fits:
+        raise ModelError(
+            f"aux holds a funcacc.Mean of shape {value} with a weight of shape {weight}; give a "
+            "weight that broadcasts to the value, e.g. one number"
+        )

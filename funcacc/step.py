@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +16,8 @@ from funcacc.capture.graph import Graph
 from funcacc.capture.trace import capture
 from funcacc.errors import ModelError
 from funcacc.optimizers.update import Update, apply
+from funcacc.options import Options
 from funcacc.types import PyTree, TensorSpec
-
-
-class Options(NamedTuple):
-    """Options of a step; docs/architecture.md and `funcacc.TrainStep` explain them."""
-
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    grad_transform: Callable[..., Any] | None = None
-    accumulate_dtype: torch.dtype = torch.float32
-    compute_dtype: torch.dtype | None = None
-    skip_nonfinite: bool = False
 
 
 class StepOutput(NamedTuple):

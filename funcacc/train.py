@@ -21,9 +21,10 @@ from funcacc.engines.base import Program
 from funcacc.errors import CarryError, StateError
 from funcacc.optimizers import adopt
 from funcacc.optimizers.update import Adopted, Update
+from funcacc.options import Options, checked_seed
 from funcacc.report import Leaf, Report
 from funcacc.state import TrainState, matching
-from funcacc.step import Layout, Options, Step, StepOutput, trace_step
+from funcacc.step import Layout, Step, StepOutput, trace_step
 from funcacc.types import LossFn, TensorSpec
 
 log = logging.getLogger("funcacc")
@@ -93,12 +94,12 @@ class TrainStep:
     ) -> None:
         self._model: Callable[[], nn.Module | None] = lambda: model
         self.loss_fn = loss_fn
-        self.options = Options(**options)
+        self.options = Options.of(options)
         self.donate = donate
         device = models.device_of(model)
         self._engine = get_engine(engine, device)
         self._adopted = adopt(opt, self._names())
-        start = rng.key(torch.initial_seed() if seed is None else seed)
+        start = rng.key(checked_seed(seed))
         self._rng = self._engine.put(start)
         self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
         self._lock = threading.Lock()
@@ -302,7 +303,7 @@ class TrainStep:
         flags = [float(n in self._born) for n in compiled.update.born]
         count = window.count
         if not isinstance(count, Tensor):
-            count = torch.tensor(count)
+            count = torch.tensor(int(count))
         leaves, _ = trees.flatten(window.tree)
         rest = [
             self._hyperparameters([*numbers, *flags]),

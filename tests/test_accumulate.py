@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcacc
-from funcacc.errors import ModelError
+from funcacc.errors import OptionError
 from tests.oracle import plain_step
 
 
@@ -134,7 +134,7 @@ def test_a_train_step_and_accumulate_share_a_model(engine):
 
 
 def test_skip_nonfinite_is_refused(engine):
-    with pytest.raises(ModelError, match="accumulate takes no skip_nonfinite"):
+    with pytest.raises(OptionError, match="accumulate takes no skip_nonfinite"):
         funcacc.accumulate(pair(engine)[1], microbatches(1), loss_fn, skip_nonfinite=True)
 
 

@@ -38,10 +38,18 @@ def test_one_batch_is_not_guessed_to_be_a_window(batch):
         as_window(batch)
 
 
-@pytest.mark.parametrize("rows, n", [(10, 4), (2, 4), (10, 0), (0, 4)])
+@pytest.mark.parametrize("rows, n", [(10, 4), (2, 4), (0, 4)])
 def test_split_names_both_numbers(rows, n):
     with pytest.raises(funcacc.FuncaccError, match=rf"has {rows} rows.*into {n} microbatches"):
         funcacc.split({"x": torch.zeros(rows, 1)}, n)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.5])
+def test_split_into_no_number_names_both(n):
+    with pytest.raises(
+        funcacc.FuncaccError, match=rf"num_microbatches, for batch of 10 rows, is {n}"
+    ):
+        funcacc.split(torch.zeros(10, 1), n)
 
 
 READ_ONLY = np.frombuffer(bytes(range(4)), np.uint8)
@@ -191,8 +199,97 @@ def test_windows_are_moved_to_the_device(engine):
 
 @pytest.mark.parametrize(
     "size, prefetch, message",
-    [(0, 2, "the window size is 0; give at least 1"), (2, -1, "prefetch is -1; give 0 to read")],
+    [
+        (0, 2, "the window size is 0; give a whole number, at least 1"),
+        (2.5, 2, "the window size is 2.5; give a whole number, at least 1"),
+        (2, -1, "prefetch is -1; give a whole number, at least 0"),
+    ],
 )
 def test_impossible_sizes_are_refused_at_once(size, prefetch, message):
     with pytest.raises(funcacc.FuncaccError, match=message):
         funcacc.windows([], size, prefetch=prefetch)
+
+
+def pending(tensor):
+    """Whether a device tensor waits for a sync to get its buffer."""
+    import torch_xla
+
+    return "XLAData: None" in torch_xla._XLAC._get_xla_tensor_debug_info(tensor)
+
+
+def test_the_reading_thread_leaves_nothing_pending_on_xla():
+    """What is pending in one thread is taken up by a sync in another, halfway."""
+    device = funcacc.device("xla")
+    (window,) = funcacc.windows([torch.ones(2)], 1, device=device)
+    assert not pending(window.tree)
+    assert pending(torch.ones(1, 2).to(device))
+
+
+def test_a_loader_draws_as_ever_while_the_step_is_traced(engine):
+    """Tracing replaces functions of the whole process; the reading thread must not see it."""
+    seen = {}
+
+    def in_a_thread():
+        torch.random.set_rng_state(torch.random.get_rng_state())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            seen["drawn"] = torch.rand(2)
+        seen["state"] = torch.get_rng_state().numel()
+        torch.set_rng_state(torch.get_rng_state())
+        seen["compiling"] = torch.compiler.is_compiling()
+
+    def loss_fn(model, x):
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+        seen["traced"] = torch.compiler.is_compiling(), torch.get_rng_state().numel()
+        return model(x).mean()
+
+    funcacc.accumulate(
+        torch.nn.Linear(2, 1).to(funcacc.device(engine)), [torch.ones(1, 2)], loss_fn
+    )
+    wanted = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(seen["drawn"], wanted)
+    assert seen["state"] == torch.get_rng_state().numel() > 1
+    assert (seen["compiling"], seen["traced"]) == (False, (True, 1))
+
+
+@pytest.mark.parametrize(
+    "count, message",
+    [
+        (0, "count is 0, but its capacity is 3"),
+        (torch.tensor(4), "count is 4, but its capacity is 3"),
+        (2.0, "count is 2.0; give an int"),
+        (True, "count is True; give an int"),
+        (torch.tensor(2.5), r"count is float32\[\]; give an int"),
+        (torch.tensor([2]), r"count is int64\[1\]; give an int"),
+    ],
+)
+def test_a_count_that_is_none_is_refused(count, message):
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        as_window(funcacc.Window(torch.zeros(3, 1), count))
+
+
+def weighted(model, x):
+    return (model.weight * x).sum()
+
+
+def test_a_window_may_hold_numpy_arrays(engine):
+    model = torch.nn.Linear(1, 1, bias=False).to(funcacc.device(engine))
+    window = funcacc.Window({"x": np.array([[1.0], [3.0], [9.0]], "float32")}, np.int64(2))
+    out = funcacc.accumulate(model, window, lambda m, b: weighted(m, b["x"]))
+    assert out.grads["weight"].item() == 2.0
+    with pytest.raises(funcacc.FuncaccError, match=r"window\['x'\] is 0-d"):
+        as_window(funcacc.Window({"x": 1.0}, 1))
+
+
+def test_a_count_on_the_device_is_cut_at_the_capacity(engine):
+    """It can't be checked without waiting; another row, or the last one again, would be wrong."""
+    device = funcacc.device(engine)
+    model = torch.nn.Linear(1, 1, bias=False).to(device)
+    window = funcacc.Window(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor(2).to(device))
+    assert funcacc.accumulate(model, window, weighted).grads["weight"].item() == 1.5
+    if engine == "xla":
+        window.count = torch.tensor(9).to(device)
+        out = funcacc.accumulate(model, window, weighted)
+        assert (out.grads["weight"].item(), out.weight.item()) == (2.0, 3.0)

@@ -315,30 +315,3 @@ def test_a_window_that_is_not_finite_changes_no_bit(engine, kind):
         assert not bool(r.step(last).skipped)
     assert same_bits(run.everything(), spared.everything())
     assert not same_bits(run.everything(), before)
-
-
-def forward_only(run, window):
-    for b in window:
-        run.model(b)
-
-
-def zeros_for_gradients(run, window):
-    for p in run.model.parameters():
-        p.grad = torch.zeros_like(p)
-    run.opt.step()
-
-
-def count_only(run, window):
-    for entry in run.opt.state.values():
-        entry["step"] += 1
-
-
-@pytest.mark.parametrize("twin", [forward_only, zeros_for_gradients, count_only])
-def test_skipping_by_halves_is_seen(twin):
-    """Twins that keep the parameters finite, and yet change something."""
-    run = NormRun("eager")
-    run.step(norm_batches())
-    before = run.everything()
-    assert same_bits(before, run.everything())
-    twin(run, norm_batches())
-    assert not same_bits(before, run.everything())

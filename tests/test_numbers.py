@@ -160,3 +160,94 @@ def test_grad_transform_comes_after_clipping_and_sees_the_parameters(engine):
 def test_a_grad_transform_that_loses_a_gradient_is_refused(engine):
     with pytest.raises(funcacc.FuncaccError, match=r"grads\['w'\] is missing"):
         run(engine, lambda m, b: (m.w * b).sum(), [torch.ones(1)], grad_transform=lambda g, p: {})
+
+
+def test_sums_of_aux_are_wide(engine):
+    """In bf16 the first would stop at 256; in its own dtype the second would wrap to 44."""
+
+    def loss(model, b):
+        ones = torch.ones(())
+        aux = {"bf16": ones.bfloat16(), "uint8": ones.to(torch.uint8), "bool": ones > 0}
+        return (model.w * b).sum(), {k: funcacc.Sum(v) for k, v in aux.items()}
+
+    out, _ = run(engine, loss, funcacc.Window(torch.ones(300, 1)))
+    assert {k: v.item() for k, v in out.aux.items()} == {"bf16": 300, "uint8": 300, "bool": 300}
+    assert [v.dtype for v in out.aux.values()] == [torch.float32, torch.int64, torch.int64]
+
+
+def test_a_mean_without_weight_may_be_zero_by_zero(engine):
+    """Accuracy over the labels of a microbatch that has none."""
+
+    def loss(model, b):
+        right, count = b[0], b[1]
+        return (model.w * b).sum(), funcacc.Mean(right / count, count)
+
+    rows = [torch.tensor([0.0, 0.0]), torch.tensor([1.0, 4.0]), torch.tensor([3.0, 4.0])]
+    out, _ = run(engine, loss, rows)
+    assert out.aux.item() == 0.5
+
+
+def test_a_mean_whose_weight_does_not_fit_is_refused():
+    def loss(model, b):
+        return (model.w * b).sum(), funcacc.Mean(torch.ones(3), torch.ones(2))
+
+    with pytest.raises(
+        funcacc.FuncaccError, match=r"of shape \(3,\) with a weight of shape \(2,\)"
+    ):
+        run("eager", loss, [torch.ones(1)])
+
+
+@pytest.mark.parametrize("weight", [3.0, torch.tensor(3.0, dtype=torch.float64), 0.1])
+def test_float64_is_kept_through_several_terms(engine, weight):
+    """Scales or weights in float32 would give errors of 1e-9 and more."""
+
+    def loss(model, b):
+        return funcacc.Loss((model.w * b).sum(), weight) + 0.1 * funcacc.Loss.mean(
+            (model.w * 0.3).sum()
+        )
+
+    model = Scalar(1.0, torch.float64).to(funcacc.device(engine))
+    out = funcacc.accumulate(model, [torch.tensor([0.7], dtype=torch.float64)] * 3, loss)
+    wanted = 0.7 / float(weight) + 0.03
+    assert out.loss.item() == pytest.approx(wanted, rel=1e-14)
+    assert out.grads["w"].item() == pytest.approx(wanted, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype, weight", [(torch.bfloat16, 257), (torch.float16, 70_000)], ids=str)
+def test_the_division_by_the_weights_is_wide(engine, dtype, weight):
+    """bf16 has no 257, and float16 nothing past 65504."""
+
+    def loss(model, b):
+        return funcacc.Loss((model.w * b).sum(), weight)
+
+    model = Scalar().to(funcacc.device(engine))
+    out = funcacc.accumulate(model, [torch.full((1,), 255.0)], loss, accumulate_dtype=dtype)
+    wanted = torch.tensor(255 / weight).to(dtype)
+    assert torch.equal(out.grads["w"].cpu(), wanted.reshape(1))
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"clip_norm": -1.0}, "clip_norm is -1.0; give a positive Python number, or None"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; give a positive Python number, or None"),
+        ({"clip_norm": math.nan}, "clip_norm is nan; give a positive"),
+        ({"clip_norm": torch.tensor(1.0)}, r"clip_norm is tensor\(1.\); give a positive Python"),
+        ({"clip_value": "1"}, "clip_value is '1'; give a positive"),
+        ({"grad_transform": 3}, "grad_transform is 3; give a function"),
+        ({"accumulate_dtype": torch.int32}, "accumulate_dtype is torch.int32; give a floating"),
+        ({"accumulate_dtype": "float32"}, "accumulate_dtype is 'float32'; give a floating dtype"),
+        ({"compute_dtype": torch.int64}, "compute_dtype is torch.int64; give a floating dtype"),
+        ({"skip_nonfinite": 1}, "skip_nonfinite is 1; give True or False"),
+        ({"seed": "a"}, "seed is 'a'; give an int"),
+        ({"clip_nrom": 1.0}, "there is no option 'clip_nrom'; choose from accumulate_dtype"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(option, message):
+    """Some would go unnoticed: a negative clip_norm climbs, an integer accumulator rounds."""
+    model = Scalar()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        funcacc.TrainStep(model, opt, lambda m, b: (m.w * b).sum(), **option)
+    with pytest.raises(funcacc.FuncaccError, match=message):
+        funcacc.accumulate(model, [torch.ones(1)], lambda m, b: (m.w * b).sum(), **option)

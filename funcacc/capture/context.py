@@ -158,16 +158,29 @@ def current() -> Tracing | None:
     return _stack.items[-1] if _stack.items else None
 
 
+# Functions are replaced for the whole process while a trace is under way, but other threads
+# (a loader that reads ahead) go on as ever.
+_get_state, _set_state = torch.get_rng_state, torch.set_rng_state
+_is_compiling = torch.compiler.is_compiling
+
+
 def _random_state() -> Tensor:
     tracing = current()
-    assert tracing is not None
+    if tracing is None:
+        return _get_state()
     return tracing.random.source("torch.get_rng_state()").get_state()
 
 
 def _set_random_state(state: Tensor) -> None:
     tracing = current()
-    assert tracing is not None
-    tracing.random.source("torch.set_rng_state()").set_state(state)
+    if tracing is None:
+        _set_state(state)
+    else:
+        tracing.random.source("torch.set_rng_state()").set_state(state)
+
+
+def _compiling() -> bool:
+    return current() is not None or _is_compiling()
 
 
 def _portable_autocast(init: Callable[..., None]) -> Callable[..., None]:
@@ -237,7 +250,7 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             stack.enter_context(_surrounding_autocast(device_type))
             stack.enter_context(torch.enable_grad())
             # transformers (and others) leave their host reads out of a compiled program.
-            stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", lambda: True))
+            stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", _compiling))
             # Checkpointing rewinds the generator by these two before it recomputes.
             stack.enter_context(mock.patch.object(torch, "get_rng_state", _random_state))
             stack.enter_context(mock.patch.object(torch, "set_rng_state", _set_random_state))

@@ -62,6 +62,10 @@ class Engine(Protocol):
         """`tensor` on the device, for reading only; may be `tensor` itself."""
         ...
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        """As `move`, in any thread, while another one runs programs."""
+        ...
+
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Give each of these device tensors a buffer of its own.
 

@@ -103,6 +103,12 @@ class XlaEngine:
         """Upload, if it isn't on the device."""
         return tensor.detach().to(self.device)
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Upload by way of the host at once, with nothing left pending."""
+        if tensor.device.type == "xla":
+            return tensor.detach()
+        return private.device_data(tensor.detach().cpu(), self.device)
+
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Replace all buffers: which of them somebody else holds too can't be found out."""
         private.sync()

@@ -168,6 +168,17 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         _C._set_xla_enable_device_data_cache(before)
 
 
+def device_data(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor in a device buffer, at once.
+
+    What ``.to(device)`` makes is a host tensor until something needs its buffer. A sync takes
+    up all such tensors of the process: one that another thread is making goes wrong then
+    ("Check failed: data()->tensor_data").
+    """
+    made: Tensor = _C._xla_tensors_from_aten([tensor], [str(device)], None)[0]
+    return made
+
+
 def has_alias(tensor: Tensor) -> bool:
     """Whether another tensor object (a view, ``.detach()``, ``.data``) shares the storage."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 1

@@ -1,0 +1,82 @@
+"""Options of a step, and what each may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+
+from funcacc.errors import OptionError
+
+
+class Options(NamedTuple):
+    """Options of a step; docs/architecture.md and `funcacc.TrainStep` explain them."""
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    grad_transform: Callable[..., Any] | None = None
+    accumulate_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    skip_nonfinite: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Options:
+        """The options in `given`, checked, and defaults for the rest.
+
+        Raises:
+            OptionError: naming the option, its value and what it may be.
+        """
+        for name, value in given.items():
+            if name not in _CHECKS:
+                raise OptionError(
+                    f"there is no option {name!r}; choose from {', '.join(sorted(_CHECKS))}, "
+                    "engine, seed, donate"
+                )
+            holds, wanted = _CHECKS[name]
+            if not holds(value):
+                raise OptionError(f"{name} is {value!r}; give {wanted}")
+        return cls(**given)
+
+
+def _is_limit(value: Any) -> bool:
+    # Numbers of a tensor would be fixed when the step is traced.
+    usable = isinstance(value, Real) and not isinstance(value, bool)
+    return value is None or (usable and not math.isnan(value) and value > 0)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+_LIMIT = "a positive Python number, or None not to clip"
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "clip_norm": (_is_limit, _LIMIT),
+    "clip_value": (_is_limit, _LIMIT),
+    "grad_transform": (
+        lambda value: value is None or callable(value),
+        "a function (grads, params) -> grads, or None",
+    ),
+    "accumulate_dtype": (_is_float, "a floating dtype, e.g. torch.float32"),
+    "compute_dtype": (
+        lambda value: value is None or _is_float(value),
+        "a floating dtype, e.g. torch.bfloat16, or None not to cast",
+    ),
+    "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
+}
+
+
+def checked_seed(seed: Any) -> int:
+    """`seed`, or PyTorch's own where it is None.
+
+    Raises:
+        OptionError: when it is no whole number.
+    """
+    if seed is None:
+        return torch.initial_seed()
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise OptionError(f"seed is {seed!r}; give an int, or None for torch.initial_seed()")
+    return seed
