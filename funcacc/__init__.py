@@ -11,6 +11,7 @@ from funcacc.loops import fori_loop, scan, while_loop
 from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
 from funcacc.one_line import train_step
+from funcacc.remat import checkpoint
 from funcacc.state import TrainState
 from funcacc.step import Accumulated, StepOutput
 from funcacc.train import TrainStep
@@ -29,6 +30,7 @@ __all__ = [
     "TrainStep",
     "Window",
     "accumulate",
+    "checkpoint",
     "device",
     "engines",
     "fori_loop",

@@ -43,6 +43,9 @@ def swapped(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     Stays open over the backward pass too: a checkpoint recomputes there and reads the
     module's parameters again.
     """
+    tracing = context.current()
+    if tracing is not None:
+        tracing.weights.update({id(v): v for v in values.values()})
     with _no_traces_left(model), _reparametrize_module(model, values, tie_weights=True):
         yield
 

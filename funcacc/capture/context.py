@@ -19,12 +19,14 @@ from torch._functorch import vmap as vmap_api
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funcacc.capture.random import RandomOperations
+from funcacc.capture.remat import Recompute, checkpoints
 from funcacc.errors import CaptureError, user_line
 
 functorch = torch._C._functorch
@@ -136,13 +138,32 @@ class Tracing:
         tensors: what user code closed over so far.
         random: where random numbers come from.
         keep: graphs that operations of this trace name, alive until it is finished.
+        weights: the traced values of parameters and buffers, by id.
     """
 
     def __init__(self, outer: Tracing | None, in_loop: bool) -> None:
+        self.outer = outer
         self.fake_mode = outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
         self.tensors = UserTensors(self.fake_mode, in_loop)
         self.random = RandomOperations()
         self.keep: list[Any] = []
+        self.weights: dict[int, Tensor] = {}
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Whether `x` is the value of a parameter or buffer, here or in a trace around."""
+        if id(x) in self.weights:
+            return True
+        real = self.tensors.origin.get(id(x))
+        if real is None:
+            return False
+        return isinstance(real, Parameter) or (
+            self.outer is not None and self.outer.is_weight(real)
+        )
+
+    def recompute(self) -> Recompute:
+        """The mode in which a checkpoint that stands here computes its region again."""
+        sources = self.random.sources
+        return Recompute(sources[-1] if sources else None, self.is_weight)
 
 
 class _Stack(threading.local):
@@ -168,6 +189,12 @@ def _set_random_state(state: Tensor) -> None:
     tracing = current()
     assert tracing is not None
     tracing.random.source("torch.set_rng_state()").set_state(state)
+
+
+def _recompute() -> Recompute:
+    tracing = current()
+    assert tracing is not None
+    return tracing.recompute()
 
 
 def _portable_autocast(init: Callable[..., None]) -> Callable[..., None]:
@@ -241,6 +268,7 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             # Checkpointing rewinds the generator by these two before it recomputes.
             stack.enter_context(mock.patch.object(torch, "get_rng_state", _random_state))
             stack.enter_context(mock.patch.object(torch, "set_rng_state", _set_random_state))
+            stack.enter_context(checkpoints(_recompute))
             autocast = torch.amp.autocast_mode.autocast
             stack.enter_context(
                 mock.patch.object(autocast, "__init__", _portable_autocast(autocast.__init__))
