@@ -98,6 +98,7 @@ def trace_microbatch(s: Setting) -> Microbatch:
 def _trace(s: Setting, num_scales: int) -> Microbatch:
     out = Microbatch(list(s.trainable), list(s.frozen), list(s.buffers))
     counts = [len(s.trainable), len(s.frozen), len(s.buffers), 2, len(s.batch)]
+    hooks = model.gradient_hooks(s.module)
 
     def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
         params, frozen, buffers, (key, scales), batch = _cut(flat, counts)
@@ -105,11 +106,17 @@ def _trace(s: Setting, num_scales: int) -> Microbatch:
         values = dict(zip(s.trainable, leaves, strict=True))
         values.update(zip(s.frozen, frozen, strict=True))
         values.update({n: b.clone() for n, b in zip(s.buffers, buffers, strict=True)})
+        for name, p in zip(s.trainable, leaves, strict=True):
+            for hook in hooks.get(name, ()):
+                p.register_hook(hook)
+        names, attributes = model.all_names(s.module), model.tensor_attributes(s.module)
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
             microbatch = trees.unflatten(s.batch_tree, batch)
             result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)
             after = dict(s.module.named_buffers(remove_duplicate=False))
+            model.refuse_new_state(s.module, names, dict(zip(s.frozen, frozen, strict=True)))
+            model.refuse_attribute_state(attributes)
             totals = [t.total.reshape(()) for t in terms]
             objective = totals[0]
             if len(terms) > 1:
@@ -120,7 +127,7 @@ def _trace(s: Setting, num_scales: int) -> Microbatch:
                     "the loss depends on no trainable parameter, so it has no gradient; check "
                     "for detach(), torch.no_grad() and requires_grad=False on the way to it"
                 )
-            grads = torch.autograd.grad(objective, leaves, allow_unused=True)
+            grads = _gradients(objective, leaves)
         found, out.aux = split_aux(aux)
         out.reductions = [type(r) for r in found]
         out.coefficients = [t.coefficient for t in terms]
@@ -142,9 +149,17 @@ def _trace(s: Setting, num_scales: int) -> Microbatch:
     names = [f"params[{n!r}]" for n in [*s.trainable, *s.frozen]]
     names += [f"buffers[{n!r}]" for n in s.buffers] + ["key", "scales"]
     names += trees.spec_paths(s.batch_tree, "batch")
-    out.graph = capture(fn, specs, names, device_type=s.device_type)
+    weights = len(s.trainable) + len(s.frozen)
+    out.graph = capture(fn, specs, names, device_type=s.device_type, protected=weights)
     _drop_unchanged(out)
     return out
+
+
+def _gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    # The forward pass may have frozen some of them.
+    wanted = [p for p in leaves if p.requires_grad]
+    found = iter(torch.autograd.grad(objective, wanted, allow_unused=True))
+    return [next(found) if p.requires_grad else None for p in leaves]
 
 
 def _cut(flat: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,20 +50,115 @@ def swapped(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
         yield
 
 
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
 @contextlib.contextmanager
 def _no_traces_left(model: nn.Module) -> Iterator[None]:
-    """Undo assignments of traced tensors to module attributes, useless outside the trace."""
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    """Undo assignments of traced tensors to modules, useless outside the trace."""
+    before = [
+        (m, dict(m.__dict__), [dict(m.__dict__[t]) for t in _TABLES]) for m in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, attributes in before:
-            for name, value in list(module.__dict__.items()):
-                if isinstance(value, FakeTensor):
-                    if name in attributes:
-                        module.__dict__[name] = attributes[name]
-                    else:
-                        del module.__dict__[name]
+        for module, attributes, tables in before:
+            _restore(module.__dict__, attributes)
+            for table, entries in zip(_TABLES, tables, strict=True):
+                _restore(module.__dict__[table], entries)
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in list(now.items()):
+        held = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+        if any(isinstance(t, FakeTensor) for t in held):
+            if name in before:
+                now[name] = before[name]
+            else:
+                del now[name]
+
+
+def gradient_hooks(model: nn.Module) -> dict[str, list[Callable[[Tensor], Tensor | None]]]:
+    """The hooks on the gradients of parameters, by name.
+
+    Raises:
+        ModelError: for a hook that waits for ``.grad``, which a step doesn't write.
+    """
+    found = {}
+    for name, p in parameters(model).items():
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"params[{name!r}] has a hook of register_post_accumulate_grad_hook(), and a step "
+                "doesn't accumulate into .grad; use register_hook(), or the option grad_transform"
+            )
+        if p._backward_hooks:
+            found[name] = list(p._backward_hooks.values())
+    return found
+
+
+def refuse_new_state(model: nn.Module, names: Iterable[str], frozen: Mapping[str, Tensor]) -> None:
+    """Refuse what the forward pass made that outlives it in a plain loop.
+
+    Args:
+        model: after its forward pass, values still swapped in.
+        names: parameters and buffers before it, all names of shared ones.
+        frozen: the traced parameters that aren't differentiated.
+
+    Raises:
+        ModelError: with the path, and what to do.
+    """
+    known = set(names)
+    for what, named in (("params", model.named_parameters), ("buffers", model.named_buffers)):
+        for name, _ in named(remove_duplicate=False):
+            if name not in known:
+                raise ModelError(
+                    f"the forward pass makes {what}[{name!r}], which a step can't carry, since it "
+                    "wasn't there before; run one forward pass before the step, and make the "
+                    "optimizer after it"
+                )
+    for name, p in frozen.items():
+        if p.requires_grad:
+            raise ModelError(
+                f"the forward pass sets requires_grad of params[{name!r}], too late for the step; "
+                "set it before the call"
+            )
+
+
+def tensor_attributes(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """The tensors that modules hold as plain attributes: path, module, name, tensor."""
+    return [
+        (f"{path}.{name}" if path else name, module, name, value)
+        for path, module in model.named_modules()
+        for name, value in module.__dict__.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def refuse_attribute_state(before: list[tuple[str, nn.Module, str, Tensor]]) -> None:
+    """Refuse an attribute that the forward pass replaces by a function of its value.
+
+    Args:
+        before: what `tensor_attributes` gave before it.
+
+    Raises:
+        ModelError: with the path, and what to do.
+    """
+    tracing = context.current()
+    assert tracing is not None
+    for path, module, name, old in before:
+        new = module.__dict__.get(name)
+        if isinstance(new, FakeTensor) and new is not old and tracing.computed_from(new, old):
+            raise ModelError(
+                f"the forward pass replaces {path!r}, a tensor attribute, by a value computed from "
+                "it, and a step carries only parameters and buffers from one microbatch to the "
+                f"next; make it a buffer: self.register_buffer({name!r}, ...)"
+            )
+
+
+def all_names(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers, all of those that share one."""
+    params = model.named_parameters(remove_duplicate=False)
+    return [n for n, _ in (*params, *model.named_buffers(remove_duplicate=False))]
 
 
 class FunctionalModel:
