@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from funcacc import loops, model, trees
+from funcacc import inspection, loops, model, trees
 from funcacc.capture import ops
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, select, uses
+from funcacc.capture.random import noticing_host_draws
 from funcacc.capture.trace import capture
 from funcacc.default_loss import default_loss
 from funcacc.errors import CarryError, ModelError
@@ -98,7 +99,7 @@ def trace_microbatch(s: Setting) -> Microbatch:
 def _trace(s: Setting, num_scales: int) -> Microbatch:
     out = Microbatch(list(s.trainable), list(s.frozen), list(s.buffers))
     counts = [len(s.trainable), len(s.frozen), len(s.buffers), 2, len(s.batch)]
-    hooks = model.gradient_hooks(s.module)
+    hooks = inspection.gradient_hooks(s.module)
 
     def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
         params, frozen, buffers, (key, scales), batch = _cut(flat, counts)
@@ -109,14 +110,15 @@ def _trace(s: Setting, num_scales: int) -> Microbatch:
         for name, p in zip(s.trainable, leaves, strict=True):
             for hook in hooks.get(name, ()):
                 p.register_hook(hook)
-        names, attributes = model.all_names(s.module), model.tensor_attributes(s.module)
+        names, attributes = inspection.all_names(s.module), inspection.tensor_attributes(s.module)
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
-            microbatch = trees.unflatten(s.batch_tree, batch)
-            result = (s.loss_fn or default_loss)(s.module, microbatch)
+            with noticing_host_draws():
+                microbatch = trees.unflatten(s.batch_tree, batch)
+                result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)
             after = dict(s.module.named_buffers(remove_duplicate=False))
-            model.refuse_new_state(s.module, names, dict(zip(s.frozen, frozen, strict=True)))
-            model.refuse_attribute_state(attributes)
+            inspection.refuse_new_state(s.module, names, dict(zip(s.frozen, frozen, strict=True)))
+            inspection.refuse_attribute_state(attributes)
             totals = [t.total.reshape(()) for t in terms]
             objective = totals[0]
             if len(terms) > 1:

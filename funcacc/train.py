@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from funcacc import inspection, rng, trees
 from funcacc import model as models
-from funcacc import rng, trees
 from funcacc.accumulate import Microbatch, Setting, trace_microbatch
 from funcacc.attributes import Attributes, differences
 from funcacc.batches import Window, as_window
@@ -96,7 +96,7 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.options = Options(**options)
         self.donate = donate
-        device = models.device_of(model)
+        device = inspection.device_of(model)
         self._engine = get_engine(engine, device)
         self._adopted = adopt(opt, self._names())
         start = rng.key(torch.initial_seed() if seed is None else seed)

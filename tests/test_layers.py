@@ -28,6 +28,7 @@ ORDER = [
     "capture.numbers",
     "attributes",
     "model",
+    "inspection",
     "optimizers.update",
     "optimizers.shadow",
     "optimizers.creation",
