@@ -22,23 +22,20 @@ class Attributes:
 
     Watched are numbers, strings, `None` and tensors that a module holds directly, and hooks of
     modules and parameters. An attribute that the forward pass itself changes isn't: it changes
-    once a trace, which is no reason for the next.
-
-    Args:
-        model: whose modules.
+    once a trace, which is no reason for the next. The model isn't kept: a step that is made
+    by `train_step` must not keep it alive.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self._changing: set[str] = set()
 
-    def now(self) -> tuple[Entry, ...]:
+    def now(self, model: nn.Module) -> tuple[Entry, ...]:
         """What there is at present."""
-        return tuple(e for e in _entries(self.model) if e[0] not in self._changing)
+        return tuple(e for e in _entries(model) if e[0] not in self._changing)
 
-    def traced(self, before: tuple[Entry, ...]) -> None:
+    def traced(self, model: nn.Module, before: tuple[Entry, ...]) -> None:
         """Leave out what has changed since `before` by tracing alone."""
-        self._changing.update(differences(before, self.now()))
+        self._changing.update(differences(before, self.now(model)))
 
 
 def _entries(model: nn.Module) -> Iterator[Entry]:

@@ -103,7 +103,7 @@ class TrainStep:
         self._rng = self._engine.put(start)
         self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
         self._lock = threading.Lock()
-        self._attributes = Attributes(model)
+        self._attributes = Attributes()
         self._microbatches: dict[Any, Microbatch] = {}
         self._compiled: dict[Any, _Compiled] = {}
         self._last_key: dict[str, Any] | None = None
@@ -214,7 +214,7 @@ class TrainStep:
             "optimizer": opt.static(),
             "optimizer state": _specs(opt) if self._report.traces else (),
             "autocast": autocast_state(self._engine.device.type),
-            "attributes": self._attributes.now(),
+            "attributes": self._attributes.now(self.model),
         }
 
     # Building --------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class TrainStep:
         # may also have found numbers that were taken for fixed.
         key["optimizer state"] = _specs(opt)
         key["optimizer"] = opt.static()
-        self._attributes.traced(key["attributes"])
-        key["attributes"] = self._attributes.now()
+        self._attributes.traced(self.model, key["attributes"])
+        key["attributes"] = self._attributes.now(self.model)
         return _Compiled(program, step, layout, update)
 
     def _microbatch(self, key: dict[str, Any], window: Window, opt: Adopted) -> Microbatch:
