@@ -12,6 +12,7 @@ from funcacc.loss import Last, Loss, Mean, Stack, Sum
 from funcacc.model import FunctionalModel, functionalize
 from funcacc.one_line import train_step
 from funcacc.reading import windows
+from funcacc.remat import checkpoint
 from funcacc.state import TrainState
 from funcacc.step import Accumulated, StepOutput
 from funcacc.train import TrainStep
@@ -30,6 +31,7 @@ __all__ = [
     "TrainStep",
     "Window",
     "accumulate",
+    "checkpoint",
     "device",
     "engines",
     "fori_loop",

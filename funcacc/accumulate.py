@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from funcacc import loops, model, trees
+from funcacc import inspection, loops, model, trees
 from funcacc.capture import ops
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, select, uses
+from funcacc.capture.random import noticing_host_draws
 from funcacc.capture.trace import capture
 from funcacc.default_loss import default_loss
 from funcacc.errors import CarryError, ModelError
@@ -105,6 +106,7 @@ def trace_microbatch(s: Setting) -> Microbatch:
 def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
     out = Microbatch(list(s.trainable), list(s.frozen), list(s.buffers), scales_spec)
     counts = [len(s.trainable), len(s.frozen), len(s.buffers), 2, len(s.batch)]
+    hooks = inspection.gradient_hooks(s.module)
 
     def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
         params, frozen, buffers, (key, scales), batch = _cut(flat, counts)
@@ -112,11 +114,18 @@ def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
         values = dict(zip(s.trainable, leaves, strict=True))
         values.update(zip(s.frozen, frozen, strict=True))
         values.update({n: b.clone() for n, b in zip(s.buffers, buffers, strict=True)})
+        for name, p in zip(s.trainable, leaves, strict=True):
+            for hook in hooks.get(name, ()):
+                p.register_hook(hook)
+        names, attributes = inspection.all_names(s.module), inspection.tensor_attributes(s.module)
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
-            microbatch = trees.unflatten(s.batch_tree, batch)
-            result = (s.loss_fn or default_loss)(s.module, microbatch)
+            with noticing_host_draws():
+                microbatch = trees.unflatten(s.batch_tree, batch)
+                result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)
             after = dict(s.module.named_buffers(remove_duplicate=False))
+            inspection.refuse_new_state(s.module, names, dict(zip(s.frozen, frozen, strict=True)))
+            inspection.refuse_attribute_state(attributes)
             totals = [t.total.reshape(()) for t in terms]
             objective = totals[0]
             if len(terms) > 1:
@@ -127,7 +136,7 @@ def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
                     "the loss depends on no trainable parameter, so it has no gradient; check "
                     "for detach(), torch.no_grad() and requires_grad=False on the way to it"
                 )
-            grads = torch.autograd.grad(objective, leaves, allow_unused=True)
+            grads = _gradients(objective, leaves)
         found, out.aux = split_aux(aux)
         out.reductions = [type(r) for r in found]
         out.coefficients = [t.coefficient for t in terms]
@@ -149,9 +158,17 @@ def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
     names = [f"params[{n!r}]" for n in [*s.trainable, *s.frozen]]
     names += [f"buffers[{n!r}]" for n in s.buffers] + ["key", "scales"]
     names += trees.spec_paths(s.batch_tree, "batch")
-    out.graph = capture(fn, specs, names, device_type=s.device_type)
+    weights = len(s.trainable) + len(s.frozen)
+    out.graph = capture(fn, specs, names, device_type=s.device_type, protected=weights)
     _drop_unchanged(out)
     return out
+
+
+def _gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    # The forward pass may have frozen some of them.
+    wanted = [p for p in leaves if p.requires_grad]
+    found = iter(torch.autograd.grad(objective, wanted, allow_unused=True))
+    return [next(found) if p.requires_grad else None for p in leaves]
 
 
 def _cut(flat: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

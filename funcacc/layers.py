@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
 from funcacc import loops, model, trees
 from funcacc.capture import context
 from funcacc.capture.context import Tracing
 from funcacc.capture.trace import capture
 from funcacc.errors import ModelError
+from funcacc.remat import checkpoint as recompute
 from funcacc.types import PyTree, TensorSpec
 
 
@@ -101,7 +101,7 @@ def _stack(values: list[Tensor]) -> Tensor:
 
 def _call(module: nn.Module, x: PyTree, args: tuple[Any, ...], checkpoint: bool) -> PyTree:
     if checkpoint and torch.is_grad_enabled():
-        return recompute(module, x, *args, use_reentrant=False)
+        return recompute(module, x, *args)
     return module(x, *args)
 
 

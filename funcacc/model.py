@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
 from funcacc.capture import context
 from funcacc.capture.random import RandomOperations
-from funcacc.errors import ModelError
 from funcacc.types import LossFn, PyTree
 
 
@@ -43,24 +41,39 @@ def swapped(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     Stays open over the backward pass too: a checkpoint recomputes there and reads the
     module's parameters again.
     """
+    tracing = context.current()
+    if tracing is not None:
+        tracing.weights.update({id(v): v for v in values.values()})
     with _no_traces_left(model), _reparametrize_module(model, values, tie_weights=True):
         yield
 
 
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
 @contextlib.contextmanager
 def _no_traces_left(model: nn.Module) -> Iterator[None]:
-    """Undo assignments of traced tensors to module attributes, useless outside the trace."""
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    """Undo assignments of traced tensors to modules, useless outside the trace."""
+    before = [
+        (m, dict(m.__dict__), [dict(m.__dict__[t]) for t in _TABLES]) for m in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, attributes in before:
-            for name, value in list(module.__dict__.items()):
-                if isinstance(value, FakeTensor):
-                    if name in attributes:
-                        module.__dict__[name] = attributes[name]
-                    else:
-                        del module.__dict__[name]
+        for module, attributes, tables in before:
+            _restore(module.__dict__, attributes)
+            for table, entries in zip(_TABLES, tables, strict=True):
+                _restore(module.__dict__[table], entries)
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in list(now.items()):
+        held = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+        if any(isinstance(t, FakeTensor) for t in held):
+            if name in before:
+                now[name] = before[name]
+            else:
+                del now[name]
 
 
 class FunctionalModel:
@@ -140,53 +153,3 @@ def functionalize(model: nn.Module, loss_fn: LossFn | None = None) -> Functional
         tensor([[3., 3.]])
     """
     return FunctionalModel(model, loss_fn)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The one device that holds all parameters and buffers.
-
-    Raises:
-        ModelError: when there are none, or they are on several devices or not yet made.
-    """
-    tensors = {**parameters(model), **buffers(model)}
-    if not any(True for _ in model.parameters()):
-        raise ModelError(f"{type(model).__name__} has no parameters to train")
-    for name, t in tensors.items():
-        if isinstance(t, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ModelError(
-                f"params[{name!r}] is not initialised yet (a lazy module); run one forward pass "
-                "before the first step"
-            )
-    first = next(iter(tensors))
-    for name, t in tensors.items():
-        if t.device != tensors[first].device:
-            raise ModelError(
-                f"the model is on two devices: {first!r} on {tensors[first].device}, "
-                f"{name!r} on {t.device}; move all of it by model.to(device)"
-            )
-    if tensors[first].device.type == "meta":
-        raise ModelError("the model is on the meta device, without values; materialise it first")
-    _check_ties(model)
-    return tensors[first].device
-
-
-def _check_ties(model: nn.Module) -> None:
-    """Find weights that a transformers model wants tied and that moving it has untied."""
-    for path, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if not getattr(config, "tie_word_embeddings", False) or not hasattr(module, "tie_weights"):
-            continue
-        try:
-            entry, head = module.get_input_embeddings(), module.get_output_embeddings()
-        except NotImplementedError:
-            # Wrappers inside a model that share its config but don't say where theirs are.
-            continue
-        a, b = getattr(entry, "weight", None), getattr(head, "weight", None)
-        if a is not None and b is not None and a is not b and a.shape == b.shape:
-            name = f"model.{path}" if path else "model"
-            raise ModelError(
-                f"{type(module).__name__} ties its output weights to its input embeddings "
-                "(config.tie_word_embeddings), but they are two parameters now: moving a model to "
-                f"an XLA device unties them. Call {name}.tie_weights() after moving, before the "
-                "optimizer is made, or set tie_word_embeddings=False"
-            )

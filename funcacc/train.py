@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from funcacc import inspection, rng, trees
 from funcacc import model as models
-from funcacc import rng, trees
 from funcacc.accumulate import Microbatch, Setting, trace_microbatch
+from funcacc.attributes import Attributes, differences
 from funcacc.batches import Window, as_window
 from funcacc.capture.context import autocast_state
 from funcacc.engines import get_engine
@@ -96,13 +97,14 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.options = Options.of(options)
         self.donate = donate
-        device = models.device_of(model)
+        device = inspection.device_of(model)
         self._engine = get_engine(engine, device)
         self._adopted = adopt(opt, self._names())
         start = rng.key(checked_seed(seed))
         self._rng = self._engine.put(start)
         self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
         self._lock = threading.Lock()
+        self._attributes = Attributes()
         self._microbatches: dict[Any, Microbatch] = {}
         self._compiled: dict[Any, _Compiled] = {}
         self._last_key: dict[str, Any] | None = None
@@ -192,8 +194,7 @@ class TrainStep:
         if self._last_key is None:
             reason = "first call"
         else:
-            changed = [k for k, v in key.items() if self._last_key.get(k) != v]
-            reason = ", ".join(changed) + " changed" if changed else "a hyperparameter changed"
+            reason = _what_changed(self._last_key, key)
         compiled = self._build(key, window, opt)
         self._compiled[tuple(key.values())] = compiled
         self._last_key = key
@@ -214,6 +215,7 @@ class TrainStep:
             "optimizer": opt.static(),
             "optimizer state": _specs(opt) if self._report.traces else (),
             "autocast": autocast_state(self._engine.device.type),
+            "attributes": self._attributes.now(self.model),
         }
 
     # Building --------------------------------------------------------------------------
@@ -249,12 +251,21 @@ class TrainStep:
         # may also have found numbers that were taken for fixed.
         key["optimizer state"] = _specs(opt)
         key["optimizer"] = opt.static()
+        self._attributes.traced(self.model, key["attributes"])
+        key["attributes"] = self._attributes.now(self.model)
         return _Compiled(program, step, layout, update)
 
     def _microbatch(self, key: dict[str, Any], window: Window, opt: Adopted) -> Microbatch:
         leaves, tree = trees.flatten(window.tree)
         batch = [TensorSpec(tuple(x.shape[1:]), x.dtype) for x in leaves]
-        watched = ("train() or eval()", "requires_grad", "parameters", "buffers", "autocast")
+        watched = (
+            "train() or eval()",
+            "requires_grad",
+            "parameters",
+            "buffers",
+            "autocast",
+            "attributes",
+        )
         trainable = [
             n for n, p in models.parameters(self.model).items() if p.requires_grad and n in opt.held
         ]
@@ -436,6 +447,15 @@ class TrainStep:
 def _spec_of(tensors: dict[str, Any], path: str) -> TensorSpec | None:
     value = tensors.get(path)
     return TensorSpec.of(value) if isinstance(value, Tensor) else None
+
+
+def _what_changed(before: dict[str, Any], after: dict[str, Any]) -> str:
+    changed = [k for k, v in after.items() if before.get(k) != v]
+    if "attributes" in changed:
+        names = differences(before["attributes"], after["attributes"])
+        place = changed.index("attributes")
+        changed[place : place + 1] = [f"attribute {n}" for n in names]
+    return ", ".join(changed) + " changed" if changed else "a hyperparameter changed"
 
 
 def _storage(t: Tensor) -> int:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["batches", "engines", "jit", "layers", "loops", "loss", "model", "one_line", "train"]
+MODULES = [
+    "batches", "engines", "jit", "layers", "loops", "loss", "model", "one_line", "remat", "train",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -18,13 +18,17 @@ from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_api
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
+from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funcacc.capture.batch_norm import cumulative_averages
+from funcacc.capture.cut import ancestors
 from funcacc.capture.random import RandomOperations
+from funcacc.capture.remat import Recompute, checkpoints
 from funcacc.errors import CaptureError, user_line
 
 functorch = torch._C._functorch
@@ -108,6 +112,14 @@ class UserTensors(TorchFunctionMode):
             args = tuple(self.admit(a) for a in args)
         if func in _HOST_ARRAYS:
             raise CaptureError(host_read_message(f".{func.__name__}()", user_line()))
+        if func is torch.Tensor.backward:
+            raise CaptureError(
+                f"backward() at {user_line()}: the step differentiates the loss itself, and "
+                "gradients that backward() puts into .grad would be lost; return the loss, and "
+                "use torch.autograd.grad(..., create_graph=True) for gradients that are part of it"
+            )
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **kwargs)
         if func in _MOVES:
             return args[0]
         if "device" in kwargs or func in _FACTORIES:
@@ -115,6 +127,11 @@ class UserTensors(TorchFunctionMode):
         elif func is torch.Tensor.to:
             args = (args[0], *(_CPU if _is_device(a) else a for a in args[1:]))
         return func(*args, **kwargs)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """In parts: the fused kernel has a gradient on CPU and CUDA only."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _made_here(x: Tensor) -> bool:
@@ -136,13 +153,44 @@ class Tracing:
         tensors: what user code closed over so far.
         random: where random numbers come from.
         keep: graphs that operations of this trace name, alive until it is finished.
+        weights: the traced values of parameters and buffers, by id.
     """
 
     def __init__(self, outer: Tracing | None, in_loop: bool) -> None:
+        self.outer = outer
         self.fake_mode = outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
         self.tensors = UserTensors(self.fake_mode, in_loop)
         self.random = RandomOperations()
         self.keep: list[Any] = []
+        self.weights: dict[int, Tensor] = {}
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Whether `x` is the value of a parameter or buffer, here or in a trace around."""
+        if id(x) in self.weights:
+            return True
+        real = self.tensors.origin.get(id(x))
+        if real is None:
+            return False
+        return isinstance(real, Parameter) or (
+            self.outer is not None and self.outer.is_weight(real)
+        )
+
+    def computed_from(self, x: Tensor, real: Tensor) -> bool:
+        """Whether `x`, of this trace, depends on the tensor `real` that user code closed over."""
+        mode = get_proxy_mode()
+        if mode is None or id(real) not in self.tensors.lifted or not _made_here(x):
+            return False
+        tracer, stand_in = mode.tracer, self.tensors.lifted[id(real)][1]
+        node = get_proxy_slot(x, tracer).proxy.node
+        return any(
+            n.op == "get_attr" and getattr(tracer.root, n.target) is stand_in
+            for n in ancestors([node])
+        )
+
+    def recompute(self) -> Recompute:
+        """The mode in which a checkpoint that stands here computes its region again."""
+        sources = self.random.sources
+        return Recompute(sources[-1] if sources else None, self.is_weight)
 
 
 class _Stack(threading.local):
@@ -181,6 +229,12 @@ def _set_random_state(state: Tensor) -> None:
 
 def _compiling() -> bool:
     return current() is not None or _is_compiling()
+
+
+def _recompute() -> Recompute:
+    tracing = current()
+    assert tracing is not None
+    return tracing.recompute()
 
 
 def _portable_autocast(init: Callable[..., None]) -> Callable[..., None]:
@@ -254,6 +308,8 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             # Checkpointing rewinds the generator by these two before it recomputes.
             stack.enter_context(mock.patch.object(torch, "get_rng_state", _random_state))
             stack.enter_context(mock.patch.object(torch, "set_rng_state", _set_random_state))
+            stack.enter_context(checkpoints(_recompute))
+            stack.enter_context(cumulative_averages())
             autocast = torch.amp.autocast_mode.autocast
             stack.enter_context(
                 mock.patch.object(autocast, "__init__", _portable_autocast(autocast.__init__))

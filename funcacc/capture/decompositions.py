@@ -68,6 +68,11 @@ def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
     return hits.sum(0).to(x.dtype)
 
 
+def _zeros(size: list[int], *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """The tangent of a constant, in forward mode, as an ordinary tensor."""
+    return torch.zeros(size, dtype=dtype)
+
+
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table: core ATen, with batch normalisation written out."""
@@ -97,4 +102,5 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         table.pop(name, None)
     table[aten.native_batch_norm.default] = _batch_norm
     table[aten.histc.default] = _histc
+    table[aten._efficientzerotensor.default] = _zeros
     return table

@@ -94,3 +94,10 @@ put = _define(
     lambda xs, index, x: torch.empty_like(xs),
 )
 """A copy of `xs` with ``xs[index] = x``."""
+
+remat = _define(
+    "remat(Tensor x, Tensor after) -> Tensor",
+    lambda x, after: x.clone(),
+    lambda x, after: torch.empty_like(x),
+)
+"""`x`, but not before `after` is there, and never taken for the same value as `x`."""

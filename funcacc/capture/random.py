@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +75,29 @@ class KeySource:
     def gumbel(self, shape: Sequence[int]) -> Tensor:
         """Standard Gumbel, ``float32``."""
         return -torch.log(-torch.log(self.open_uniform(shape)))
+
+
+@contextlib.contextmanager
+def noticing_host_draws() -> Iterator[None]:
+    """Warn when Python's or NumPy's generator moves meanwhile: a trace would freeze its numbers."""
+    before = _host_generators()
+    yield
+    moved = [name for name, state in _host_generators().items() if state != before[name]]
+    if moved:
+        warnings.warn(
+            f"while the loss function was traced, {' and '.join(moved)} drew random numbers on the "
+            "host. If the loss did that (and not another thread), every microbatch of every step "
+            "gets these same numbers; draw by torch.rand, torch.randint, ... instead",
+            stacklevel=2,
+        )
+
+
+def _host_generators() -> dict[str, Any]:
+    algorithm, words, *rest = np.random.get_state()
+    return {
+        "Python's random": random.getstate(),
+        "numpy.random": (algorithm, words.tobytes(), *rest),
+    }
 
 
 Handler = Callable[..., Any]
@@ -283,15 +309,15 @@ class RandomOperations(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func.namespace == "funcacc":
             return func(*args, **kwargs)
+        if kwargs.pop("generator", None) is not None:
+            raise CaptureError(
+                f"{func} at {user_line()} is given a torch.Generator, which a compiled step "
+                "can't follow; leave generator out: the numbers then come from the step's key"
+            )
         handler = _HANDLERS.get(func)
         if handler is None:
             raise CaptureError(
                 f"{func} at {user_line()} draws random numbers in a way that has no "
                 "counterpart on the explicit key; write it in terms of torch.rand or torch.randn"
-            )
-        if kwargs.pop("generator", None) is not None:
-            raise CaptureError(
-                f"{func} at {user_line()} is given a torch.Generator, which a compiled step "
-                "can't follow; leave generator out: the numbers then come from the step's key"
             )
         return handler(self.source(str(func)), *args, **kwargs)

@@ -35,6 +35,7 @@ def capture(
     *,
     device_type: str = "cpu",
     in_loop: bool = False,
+    protected: int | None = None,
 ) -> Graph:
     """Trace ``fn(tracing, *tensors) -> tensors`` into a pure graph.
 
@@ -48,6 +49,8 @@ def capture(
         names: a path for each input.
         device_type: device of the caller's autocast state.
         in_loop: as for `context.tracing`.
+        protected: when given, this many first inputs, and all that `fn` closes over, must not
+            be written in place.
 
     Returns:
         The graph.
@@ -91,6 +94,8 @@ def capture(
         captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
         if in_loop:
             _refuse_writes(first, len(captured))
+        if protected is not None:
+            _protect(first, names[:protected], len(captured))
         module = _pure(first, fakes + [_fake(tracing, t) for t in captured])
     passes.simplify(module)
     if captured:
@@ -110,6 +115,26 @@ def _refuse_writes(module: fx.GraphModule, num_captured: int) -> None:
             "it closed over, which is equal in all trips; put the tensor into the carry and "
             "return it from the body"
         )
+
+
+def _protect(module: fx.GraphModule, names: Sequence[str], num_captured: int) -> None:
+    """Refuse writes into what the step wouldn't bring back."""
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    written = set(mutation.written_inputs(module))
+    for node, name in zip(inputs, names, strict=False):
+        if node in written:
+            raise CaptureError(
+                f"the forward pass writes in place into {name}, which only the optimizer may; do "
+                "it after the step, under torch.no_grad(), or compute a new tensor from it"
+            )
+    for node in inputs[len(inputs) - num_captured :]:
+        if node in written:
+            raise CaptureError(
+                f"the forward pass writes in place into a {TensorSpec.of(_value(node))} tensor "
+                "that is neither parameter nor buffer of the model, so that the next microbatch "
+                "wouldn't see it; make it a buffer by register_buffer(), in a module that is part "
+                "of the model"
+            )
 
 
 def _fake(tracing: context.Tracing, tensor: Tensor) -> Tensor:

@@ -131,6 +131,10 @@ def _scaled_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def _remat(device: torch.device, x: Tensor, after: Tensor) -> Tensor:
+    return _one("remat", [x, after], natives.remat(*TensorSpec.of(x), *TensorSpec.of(after)))
+
+
 _NATIVE: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _scaled_product(torch.mm),
     aten.baddbmm.default: _scaled_product(torch.bmm),
@@ -138,6 +142,7 @@ _NATIVE: dict[Any, Callable[..., Any]] = {
     ops.loop: _loop,
     ops.take: _take,
     ops.put: _put,
+    ops.remat: _remat,
     ops.fold_in: lambda device, key, data: _one(
         "fold_in", [key, data], natives.fold_in(data.dtype)
     ),

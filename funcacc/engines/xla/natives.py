@@ -119,6 +119,23 @@ def put(sizes: tuple[int, ...], dtype: Any, index_dtype: Any) -> Any:
     return build("put", shapes, fn)
 
 
+@functools.cache
+def remat(sizes: tuple[int, ...], dtype: Any, after_sizes: tuple[int, ...], after: Any) -> Any:
+    """The computation of `ops.remat`: ``x`` unless something that never happens, happens.
+
+    An optimisation barrier isn't enough: XLA:CPU drops it before it merges equal operations.
+    Nor is ``x + 0 * after``: for integers it is folded, and for floats an infinity spreads.
+    """
+
+    def fn(builder: Any, x: Any, last: Any) -> list[Any]:
+        one = last.slice([0] * len(after_sizes), [1] * len(after_sizes), [1] * len(after_sizes))
+        one = one.reshape([]).cast(xb.Type.F32)
+        never = one > xb.Op.scalar(builder, float("inf"), dtype=xb.Type.F32)
+        return [never.mkconditional([x], lambda x: x.zeros_like(), lambda x: x)]
+
+    return build("remat", [shape_of(sizes, dtype), shape_of(after_sizes, after)], fn)
+
+
 def while_loop(cond: Any, body: Any, carry: Sequence[Any], consts: Sequence[Any]) -> Any:
     """A computation of (carry, consts) that loops and returns the carry."""
     n = len(carry)
