@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from funcacc.types import TensorSpec
+from funcacc.watch import HOOKS, SIMPLE
 
 Entry = tuple[str, Any, Any]
 """Path of an attribute, its type, and its value (for a tensor: identity and spec)."""
 
-_SIMPLE = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OTHERWISE_KNOWN = frozenset({"training"})
 
 
@@ -43,12 +42,12 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
         prefix = f"{path}." if path else ""
         for name, value in module.__dict__.items():
             kind = value.__class__
-            if kind in _SIMPLE:
+            if kind in SIMPLE:
                 if name not in _OTHERWISE_KNOWN:
                     yield prefix + name, kind, value if value == value else "nan"
             elif isinstance(value, Tensor):
                 yield prefix + name, kind, (id(value), TensorSpec.of(value))
-            elif value and name in _HOOKS:
+            elif value and name in HOOKS:
                 yield prefix + name, "hooks", tuple(value)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter._backward_hooks:

@@ -63,7 +63,7 @@ def _windows(source: Iterator[PyTree], size: int, engine: Engine | None) -> Iter
     while items := list(itertools.islice(source, size)):
         window = _padded(items, size)
         if engine is not None:
-            window.tree = trees.map_tree(engine.upload, window.tree)
+            window.tree = trees.map_tree(engine.move, window.tree)
         yield window
 
 

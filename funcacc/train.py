@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,31 +11,36 @@ from torch import Tensor, nn
 
 from funcacc import inspection, rng, trees
 from funcacc import model as models
-from funcacc.accumulate import Microbatch, Setting, trace_microbatch
-from funcacc.attributes import Attributes, differences
 from funcacc.batches import Window, as_window
 from funcacc.capture.context import autocast_state
 from funcacc.engines import get_engine
 from funcacc.engines.base import Program
-from funcacc.errors import CarryError, StateError
+from funcacc.errors import StateError
 from funcacc.optimizers import adopt
-from funcacc.optimizers.update import Adopted, Update
+from funcacc.optimizers.update import Adopted
 from funcacc.options import Options, checked_seed
+from funcacc.programs import Compiled, Programs, shape_of
 from funcacc.report import Leaf, Report
 from funcacc.state import TrainState, matching
-from funcacc.step import Layout, Step, StepOutput, trace_step
+from funcacc.step import StepOutput
 from funcacc.types import LossFn, TensorSpec
+from funcacc.watch import Watch, same
 
-log = logging.getLogger("funcacc")
 
+class _Call(NamedTuple):
+    """A program with the tensors that it is called with, as long as they are the same.
 
-class _Compiled(NamedTuple):
-    """A program and what it was built for."""
+    Attributes:
+        compiled: the program.
+        targets: the state, which it replaces.
+        read: other parameters and buffers.
+        captured: what the loss closed over.
+    """
 
-    program: Program
-    step: Step
-    layout: Layout
-    update: Update
+    compiled: Compiled
+    targets: list[Tensor]
+    read: list[Tensor]
+    captured: list[Tensor]
 
 
 class TrainStep:
@@ -104,17 +107,16 @@ class TrainStep:
         self._rng = self._engine.put(start)
         self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
         self._lock = threading.Lock()
-        self._attributes = Attributes()
-        self._microbatches: dict[Any, Microbatch] = {}
-        self._compiled: dict[Any, _Compiled] = {}
-        self._last_key: dict[str, Any] | None = None
-        self._owned: dict[int, tuple[Tensor, int]] = {}
-        self._born: set[str] = set()
-        self._noted: list[Program] = []
-        self._numbers: tuple[list[float], Tensor] | None = None
         self._report = Report(
             self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
         )
+        self._programs = Programs(self._engine, loss_fn, self.options, donate, self._report)
+        self._noted: list[Program] = []
+        self._watch: Watch | None = None
+        self._calls: dict[Any, _Call] = {}
+        self._owned: tuple[list[Tensor], list[Any]] = [], []
+        self._numbers: tuple[list[float], Tensor] | None = None
+        self._counts: dict[int, Tensor] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -147,24 +149,32 @@ class TrainStep:
         """
         # Tensors made in inference mode can't become the parameters' values.
         with self._lock, torch.inference_mode(False):
-            compiled, opt, window = self._prepare(batches)
-            targets = self._targets(compiled, opt)
-            self._own(targets)
-            numbers = opt.numbers()
-            values = [*targets, *self._read_only(compiled, numbers, window)]
-            self._engine.settle()
-            first_run = compiled.program not in self._noted
-            before = self._engine.addresses(targets) if first_run and self.donate else None
-            outputs = compiled.program(values)
-            if first_run:
-                self._note_program(compiled, before, outputs)
-            n = compiled.layout.num_state
-            self._engine.assign(targets, outputs[:n])
-            self._owned = {id(t): (t, _storage(t)) for t in targets}
-            self._born.clear()
-            result: StepOutput = trees.unflatten(compiled.step.output, outputs[n:])
-            opt.finish(compiled.update, numbers, lambda: self._moved(result))
-            return result
+            window = as_window(batches)
+            call, known = self._prepare(window)
+            if not self._owns(call.targets):
+                if known:
+                    # That a tensor of the optimizer has another shape now isn't seen before.
+                    call = self._look(window)
+                self._own(call.targets)
+            return self._run(call, window)
+
+    def _run(self, call: _Call, window: Window) -> StepOutput:
+        compiled, targets = call.compiled, call.targets
+        numbers = self._adopted.numbers()
+        values = [*targets, *call.read, *self._fresh(call, numbers, window)]
+        self._engine.settle()
+        first_run = compiled.program not in self._noted
+        before = self._engine.addresses(targets) if first_run and self.donate else None
+        outputs = compiled.program(values)
+        if first_run:
+            self._note_program(compiled, before, outputs)
+        n = compiled.layout.num_state
+        self._engine.assign(targets, outputs[:n])
+        self._owned = targets, storages(targets)
+        self._programs.born.clear()
+        result: StepOutput = trees.unflatten(compiled.step.output, outputs[n:])
+        self._adopted.finish(compiled.update, numbers, lambda: self._moved(result))
+        return result
 
     def _moved(self, result: StepOutput) -> bool:
         # Asked only by optimizers that keep counts on the host: reading waits.
@@ -180,153 +190,74 @@ class TrainStep:
             The report so far.
         """
         with self._lock:
-            self._prepare(batches)
+            self._prepare(as_window(batches))
         return self._report
 
-    def _prepare(self, batches: Any) -> tuple[_Compiled, Adopted, Window]:
-        window = as_window(batches)
-        opt = self._opt()
-        numbers = opt.numbers()
-        key = self._trace_key(window, opt)
-        compiled = self._compiled.get(tuple(key.values()))
-        if compiled is not None and compiled.update.holds(numbers):
-            return compiled, opt, window
-        if self._last_key is None:
-            reason = "first call"
-        else:
-            reason = _what_changed(self._last_key, key)
-        compiled = self._build(key, window, opt)
-        self._compiled[tuple(key.values())] = compiled
-        self._last_key = key
-        self._report.reasons.append(reason)
-        log.info("new program: %s", reason)
-        return compiled, opt, window
+    def _prepare(self, window: Window) -> tuple[_Call, bool]:
+        """The program for this window with its tensors, and whether they are known ones."""
+        opt = self._adopted
+        if self._watch is None or not self._watch.unchanged(self.model, opt.watched()):
+            return self._look(window), False
+        call = self._calls.get(self._place(window))
+        if call is None or not call.compiled.update.holds(opt.numbers()):
+            return self._look(window), False
+        return call, True
 
-    def _trace_key(self, window: Window, opt: Adopted) -> dict[str, Any]:
-        """What a trace depends on, by name."""
-        leaves, spec = trees.flatten(window.tree)
-        params = models.parameters(self.model)
-        return {
-            "batch shapes or dtypes": (spec, tuple(TensorSpec.of(x) for x in leaves)),
-            "train() or eval()": tuple(m.training for m in self.model.modules()),
-            "requires_grad": tuple(p.requires_grad for p in params.values()),
-            "parameters": tuple((n, TensorSpec.of(p)) for n, p in params.items()),
-            "buffers": tuple((n, TensorSpec.of(b)) for n, b in models.buffers(self.model).items()),
-            "optimizer": opt.static(),
-            "optimizer state": _specs(opt) if self._report.traces else (),
-            "autocast": autocast_state(self._engine.device.type),
-            "attributes": self._attributes.now(self.model),
-        }
+    def _place(self, window: Window) -> Any:
+        device = self._engine.device.type
+        return shape_of(window), self._adopted.static(), autocast_state(device)
 
-    # Building --------------------------------------------------------------------------
-
-    def _build(self, key: dict[str, Any], window: Window, opt: Adopted) -> _Compiled:
-        start = time.perf_counter()
-        m = self._microbatch(key, window, opt)
-        params = models.parameters(self.model)
-        specs = {n: TensorSpec.of(params[n]) for n in m.trainable}
-        created = opt.create(params, m.reached)
-        update = opt.capture(specs, m.reached, created)
-        buffers = {n: TensorSpec.of(b) for n, b in models.buffers(self.model).items()}
-        leaves, _ = trees.flatten(window.tree)
-        read = {n: TensorSpec.of(params[n]) for n in m.frozen}
-        layout = Layout(
-            specs if opt.updates else {},
-            {n: s for n, s in buffers.items() if n in m.changed},
-            update.state,
-            read if opt.updates else {**specs, **read},
-            {n: s for n, s in buffers.items() if n not in m.changed},
-            update.size,
-            [TensorSpec.of(x) for x in leaves],
-            trees.paths(window.tree, "window"),
-        )
-        step = trace_step(layout, m, update if opt.updates else None, self.options)
-        _check_state(layout, step)
-        self._report.seconds["capture"] += time.perf_counter() - start
-        program = self._engine.compile(step.graph, layout.num_state if self.donate else 0)
-        self._report.seconds["lower"] += program.seconds["lower"]
-        opt.install(created, self._engine.put)
-        self._born.update(created.born)
-        # The key of a first call had no optimizer state in it; the next one will. Tracing
-        # may also have found numbers that were taken for fixed.
-        key["optimizer state"] = _specs(opt)
-        key["optimizer"] = opt.static()
-        self._attributes.traced(self.model, key["attributes"])
-        key["attributes"] = self._attributes.now(self.model)
-        return _Compiled(program, step, layout, update)
-
-    def _microbatch(self, key: dict[str, Any], window: Window, opt: Adopted) -> Microbatch:
-        leaves, tree = trees.flatten(window.tree)
-        batch = [TensorSpec(tuple(x.shape[1:]), x.dtype) for x in leaves]
-        watched = (
-            "train() or eval()",
-            "requires_grad",
-            "parameters",
-            "buffers",
-            "autocast",
-            "attributes",
-        )
-        trainable = [
-            n for n, p in models.parameters(self.model).items() if p.requires_grad and n in opt.held
-        ]
-        place = (tree, tuple(batch), tuple(trainable), *(key[k] for k in watched))
-        if place not in self._microbatches:
-            params = models.parameters(self.model)
-            setting = Setting(
-                self.model,
-                self.loss_fn,
-                {n: self._computed(params[n]) for n in trainable},
-                {n: self._computed(p) for n, p in params.items() if n not in trainable},
-                {n: TensorSpec.of(b) for n, b in models.buffers(self.model).items()},
-                batch,
-                tree,
-                self._engine.device.type,
-            )
-            self._microbatches[place] = trace_microbatch(setting)
-            self._report.traces += 1
-        return self._microbatches[place]
-
-    def _computed(self, p: Tensor) -> TensorSpec:
-        dtype = self.options.compute_dtype
-        spec = TensorSpec.of(p)
-        return spec._replace(dtype=dtype) if dtype and p.is_floating_point() else spec
+    def _look(self, window: Window) -> _Call:
+        """Find the program in the long way."""
+        opt = self._adopted
+        opt.refresh(self._names())
+        compiled = self._programs.find(self.model, window, opt)
+        call = self._call_of(compiled)
+        # What was found in another state of affairs doesn't hold any more.
+        same = self._watch is not None and self._watch.unchanged(self.model, opt.watched())
+        self._calls = {**(self._calls if same else {}), self._place(window): call}
+        self._watch = Watch(self.model, opt.watched())
+        return call
 
     # Values ----------------------------------------------------------------------------
 
-    def _targets(self, compiled: _Compiled, opt: Adopted) -> list[Tensor]:
+    def _call_of(self, compiled: Compiled) -> _Call:
         params, buffers = models.parameters(self.model), models.buffers(self.model)
-        state = opt.leaves()
-        for path in compiled.layout.opt_state:
+        layout, state = compiled.layout, self._adopted.leaves()
+        for path in layout.opt_state:
             # load_state_dict of torch.optim leaves step counts on the CPU.
             if state[path].device.type != self._engine.device.type:
                 state[path] = self._engine.put(state[path])
-                opt.replace(path, state[path])
-        return [
-            *(params[n] for n in compiled.layout.params),
-            *(buffers[n] for n in compiled.layout.buffers),
-            *(state[p] for p in compiled.layout.opt_state),
+                self._adopted.replace(path, state[path])
+        targets = [
+            *(params[n] for n in layout.params),
+            *(buffers[n] for n in layout.buffers),
+            *(state[p] for p in layout.opt_state),
             self._rng,
             self._step,
         ]
+        read = [*(params[n] for n in layout.frozen), *(buffers[n] for n in layout.constants)]
+        captured = [self._engine.move(t) for t in compiled.step.graph.captured]
+        return _Call(compiled, targets, read, captured)
 
-    def _read_only(self, compiled: _Compiled, numbers: list[float], window: Window) -> list[Tensor]:
-        params, buffers = models.parameters(self.model), models.buffers(self.model)
-        flags = [float(n in self._born) for n in compiled.update.born]
-        count = window.count
-        if not isinstance(count, Tensor):
-            count = torch.tensor(int(count))
+    def _fresh(self, call: _Call, numbers: list[float], window: Window) -> list[Tensor]:
+        """The inputs that may differ from call to call."""
+        born = self._programs.born
+        flags = [float(n in born) for n in call.compiled.update.born]
         leaves, _ = trees.flatten(window.tree)
-        rest = [
-            self._hyperparameters([*numbers, *flags]),
-            count.to(torch.int32),
-            *leaves,
-            *compiled.step.graph.captured,
-        ]
         return [
-            *(params[n].detach() for n in compiled.layout.frozen),
-            *(buffers[n] for n in compiled.layout.constants),
-            *(self._engine.move(t) for t in rest),
+            self._hyperparameters([*numbers, *flags]),
+            self._count(window.count),
+            *map(self._engine.move, leaves),
+            *call.captured,
         ]
+
+    def _count(self, count: Any) -> Tensor:
+        if isinstance(count, Tensor):
+            return self._engine.move(count.to(torch.int32))
+        if count not in self._counts:
+            self._counts[count] = self._engine.put(torch.tensor(int(count), dtype=torch.int32))
+        return self._counts[count]
 
     def _hyperparameters(self, numbers: list[float]) -> Tensor:
         if self._numbers is None or self._numbers[0] != numbers:
@@ -334,18 +265,23 @@ class TrainStep:
             self._numbers = numbers, self._engine.put(packed)
         return self._numbers[1]
 
+    def _owns(self, targets: list[Tensor]) -> bool:
+        """Whether the targets are what the last step left, in the same storages."""
+        last, held = self._owned
+        return same(targets, last) and same(storages(targets), held)
+
     def _own(self, targets: Sequence[Tensor]) -> None:
         """Separate the buffers of state leaves that aren't what the last step left there."""
+        known = {id(t): (t, s) for t, s in zip(*self._owned, strict=True)}
         new = {}
-        for t in targets:
-            known = self._owned.get(id(t))
-            if known is None or known[0] is not t or known[1] != _storage(t):
+        for t, storage in zip(targets, storages(targets), strict=True):
+            if id(t) not in known or known[id(t)][1] is not storage:
                 new[id(t)] = t
         if new:
             self._engine.own(list(new.values()), [t for t in targets if id(t) not in new])
 
     def _note_program(
-        self, compiled: _Compiled, before: list[int] | None, outputs: Sequence[Tensor]
+        self, compiled: Compiled, before: list[int] | None, outputs: Sequence[Tensor]
     ) -> None:
         self._noted.append(compiled.program)
         self._report.compiles += 1
@@ -426,6 +362,7 @@ class TrainStep:
             self._adopted.replace(path, self._engine.put(value))
         self._rng = self._engine.put(key)
         self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
+        self._watch = None
 
     @property
     def programs(self) -> list[Program]:
@@ -449,32 +386,6 @@ def _spec_of(tensors: dict[str, Any], path: str) -> TensorSpec | None:
     return TensorSpec.of(value) if isinstance(value, Tensor) else None
 
 
-def _what_changed(before: dict[str, Any], after: dict[str, Any]) -> str:
-    changed = [k for k, v in after.items() if before.get(k) != v]
-    if "attributes" in changed:
-        names = differences(before["attributes"], after["attributes"])
-        place = changed.index("attributes")
-        changed[place : place + 1] = [f"attribute {n}" for n in names]
-    return ", ".join(changed) + " changed" if changed else "a hyperparameter changed"
-
-
-def _storage(t: Tensor) -> int:
-    """Identity of the storage, which ``p.data = ...`` replaces."""
-    return int(t.untyped_storage()._cdata)
-
-
-def _specs(opt: Adopted) -> tuple[tuple[str, TensorSpec], ...]:
-    return tuple((path, TensorSpec.of(x)) for path, x in opt.leaves().items())
-
-
-def _check_state(layout: Layout, step: Step) -> None:
-    n = layout.num_state
-    lines = [
-        f"  {path} enters as {a} and leaves as {b}"
-        for path, a, b in zip(
-            step.graph.names[:n], step.graph.inputs[:n], step.graph.outputs[:n], strict=True
-        )
-        if a != b
-    ]
-    if lines:
-        raise CarryError("the step changes the shape or dtype of its state:\n" + "\n".join(lines))
+def storages(tensors: Sequence[Tensor]) -> list[Any]:
+    """The storages of tensors, which ``p.data = ...`` replaces; the same objects if not."""
+    return list(map(Tensor.untyped_storage, tensors))

@@ -59,11 +59,10 @@ class Engine(Protocol):
         ...
 
     def move(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device, for reading only; may be `tensor` itself."""
-        ...
+        """`tensor` on the device, for reading only; may be `tensor` itself.
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        """As `move`, in any thread, while another one runs programs."""
+        In any thread, while another one runs programs.
+        """
         ...
 
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:

@@ -58,10 +58,6 @@ class EagerEngine:
         """The tensor on the device."""
         return tensor.detach().to(self.device)
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device."""
-        return self.move(tensor)
-
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Separate tensors that share memory, which in-place writing would mix up."""
         seen = {t.untyped_storage()._cdata for t in others}

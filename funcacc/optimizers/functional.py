@@ -56,6 +56,10 @@ class FunctionalOptimizer:
         """Take the model's parameters as they are now."""
         self.held = set(names.values())
 
+    def watched(self) -> list[Any]:
+        """The state's tensors."""
+        return list(trees.flatten(self.state)[0])
+
     def numbers(self) -> list[float]:
         """None: numbers in the functions are constants of the program."""
         return []
@@ -151,6 +155,10 @@ class GradientsOnly:
     def refresh(self, names: dict[int, str]) -> None:
         """All parameters are differentiated that require it."""
         self.held = set(names.values())
+
+    def watched(self) -> list[Any]:
+        """Nothing."""
+        return []
 
     def numbers(self) -> list[float]:
         """None."""

@@ -54,15 +54,19 @@ class TorchOptimizers:
         self._rules: dict[Any, list[Rule]] = {}
         self._device_numbers: dict[int, tuple[Tensor, int, float]] = {}
         self._seen: Any = None
+        self._memberships: dict[Any, int] = {}
+        self._found: dict[str, dict[str, Any]] | None = None
+        self._counted: dict[str, dict[str, Any]] = {}
         for opt in self.optimizers:
             _check_class(opt)
         self.refresh(names)
 
     def refresh(self, names: dict[int, str]) -> None:
-        """Look at the groups again, if anything in them was replaced."""
-        ids = [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
+        """Look at the groups and the state again."""
+        self._found = None
         for opt in self.optimizers:
             _check_hooks(opt)
+        ids = [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
         if self._seen == (ids, names):
             return
         members: dict[str, _Member] = {}
@@ -86,6 +90,22 @@ class TorchOptimizers:
         self.members = members
         self.held = set(members)
         self._seen = (ids, dict(names))
+        places = tuple((n, m.opt, m.group) for n, m in members.items())
+        self._membership = self._memberships.setdefault(places, len(self._memberships))
+
+    def watched(self) -> list[Any]:
+        """Groups, their parameters and the values in the state."""
+        out: list[Any] = []
+        for opt in self.optimizers:
+            _check_hooks(opt)
+            out += opt.param_groups
+            for group in opt.param_groups:
+                out += group["params"]
+            out += opt.state
+            out += opt.state.values()
+            for entries in opt.state.values():
+                out += entries.values()
+        return out
 
     # Hyperparameters -------------------------------------------------------------------
 
@@ -119,10 +139,8 @@ class TorchOptimizers:
         for i, group in self._groups():
             for n in group.numeric:
                 yield _Place((i, group.position), n), self._host_value(group.leaves[n])
-        for name, entries in self._entries().items():
-            # Most optimizers keep tensors only.
-            if all(isinstance(x, Tensor) for x in entries.values()):
-                continue
+        self._entries()
+        for name, entries in self._counted.items():
             for n, x in enumerate(trees.flatten(entries)[0]):
                 if is_number(x):
                     yield _Place(name, n), float(x)
@@ -134,19 +152,25 @@ class TorchOptimizers:
     def static(self) -> tuple[Any, ...]:
         """Flags, strings, fixed integers; which parameters are in which group."""
         groups = tuple((g.spec, _fixed(g)) for _, g in self._groups())
-        return groups, tuple((n, m.opt, m.group) for n, m in self.members.items())
+        return groups, self._membership
 
     # State -----------------------------------------------------------------------------
 
     def _entries(self) -> dict[str, dict[str, Any]]:
-        out = {}
-        for name, m in self.members.items():
-            state = self.optimizers[m.opt].state
-            # Not by [], which would make an entry.
-            entries = state.get(m.param)
-            if entries:
-                out[name] = entries
-        return out
+        if self._found is None:
+            self._found = {}
+            for name, m in self.members.items():
+                # Not by [], which would make an entry.
+                entries = self.optimizers[m.opt].state.get(m.param)
+                if entries:
+                    self._found[name] = entries
+            # Most optimizers keep tensors only.
+            self._counted = {
+                name: entries
+                for name, entries in self._found.items()
+                if not all(isinstance(x, Tensor) for x in entries.values())
+            }
+        return self._found
 
     def leaves(self) -> dict[str, Tensor]:
         """The state tensors by path, e.g. ``opt_state['fc.weight']['exp_avg']``."""
@@ -208,6 +232,7 @@ class TorchOptimizers:
             m = self.members[name]
             on_device = {k: put(v) if isinstance(v, Tensor) else v for k, v in entries.items()}
             self.optimizers[m.opt].state[m.param] = on_device
+        self._found = None
 
     def own_state(self) -> dict[str, Tensor]:
         """None: ``opt.state_dict()`` has it."""
@@ -331,9 +356,8 @@ class TorchOptimizers:
 
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Move the host's numbers on, and run the user's post-step hooks."""
-        changing = [c for c in update.calls if c.rule.moves or c.rule.adds]
-        if changing and moved():
-            self._move(changing, numbers)
+        if update.changing and moved():
+            self._move(update.changing, numbers)
         for opt in self.optimizers:
             # What a scheduler looks at to see that the optimizer came before it.
             opt._opt_called = True  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -67,7 +68,8 @@ class Call(NamedTuple):
     state: list[str]
 
 
-class Update(NamedTuple):
+@dataclass(frozen=True)
+class Update:
     """A whole optimizer step.
 
     Attributes:
@@ -83,16 +85,26 @@ class Update(NamedTuple):
     size: int
     born: list[str]
 
-    def holds(self, numbers: Sequence[float]) -> bool:
-        """Whether the guards of all rules agree with the numbers as they are now."""
-        seen = set()
+    @functools.cached_property
+    def guarded(self) -> list[tuple[Rule, tuple[int, ...]]]:
+        """The rules that depend on numbers, each with the numbers it is applied to."""
+        found = {}
+        # The numbers end with the flags, which no guard looks at.
+        plain = self.size - len(self.born)
         for call in self.calls:
             if call.rule.guards:
-                # The numbers end with the flags, which no guard looks at.
-                own = tuple(numbers[i] for i in call.numbers if i < len(numbers))
-                seen.add((id(call.rule), own))
-        rules = {id(call.rule): call.rule for call in self.calls}
-        return all(rules[i].holds(own) for i, own in seen)
+                own = tuple(i for i in call.numbers if i < plain)
+                found[id(call.rule), own] = call.rule, own
+        return list(found.values())
+
+    @functools.cached_property
+    def changing(self) -> list[Call]:
+        """The calls that move numbers on the host."""
+        return [c for c in self.calls if c.rule.moves or c.rule.adds]
+
+    def holds(self, numbers: Sequence[float]) -> bool:
+        """Whether the guards of all rules agree with the numbers as they are now."""
+        return all(rule.holds([numbers[i] for i in own]) for rule, own in self.guarded)
 
 
 class Created(NamedTuple):
@@ -121,11 +133,17 @@ class Adopted(Protocol):
     def refresh(self, names: dict[int, str]) -> None:
         """Look at the parameters again: groups may have been added, tensors replaced."""
 
+    def watched(self) -> list[Any]:
+        """The objects it refers to; while they are the same, so is all but `numbers` and `static`.
+
+        Otherwise `refresh` has to be called before anything else.
+        """
+
     def numbers(self) -> list[float]:
         """Hyperparameters and other host numbers that are inputs of the program."""
 
     def static(self) -> tuple[Any, ...]:
-        """Everything else that a trace depends on."""
+        """Everything else that a trace depends on, hashable."""
 
     def leaves(self) -> dict[str, Tensor]:
         """The state tensors by path."""

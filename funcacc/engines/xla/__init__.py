@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ class XlaProgram:
         self.computation = lower(graph, "step", device)
         self.seconds = {"lower": time.perf_counter() - start, "compile": 0.0}
         self._hash: object = None
-        self._inputs: list[int] = []
-        self._outputs: list[int] = []
+        self._inputs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
+        self._outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
 
     def _compile(self, values: Sequence[Tensor]) -> None:
         start = time.perf_counter()
@@ -38,11 +39,12 @@ class XlaProgram:
             # XLA gives each donor, in the order of the parameters, to the next output of
             # its shape: outputs in that same order put every buffer into its own slot.
             first = [i for i in order if i < self.donate]
-            self._outputs = [*first, *range(self.donate, len(pending))]
-            roots = [pending[i] for i in self._outputs]
+            slots = [*first, *range(self.donate, len(pending))]
+            roots = [pending[i] for i in slots]
             with private.donation(values[: self.donate]):
                 self._hash = private.compile_cached(roots)
-            self._inputs = order
+            self._inputs = _picking(order)
+            self._outputs = _picking(sorted(range(len(slots)), key=slots.__getitem__))
         finally:
             private.clear_pending(self.device)
         self.seconds["compile"] = time.perf_counter() - start
@@ -59,15 +61,18 @@ class XlaProgram:
         if self._hash is None:
             private.wait()
             self._compile(values)
-        results = private.run_cached(self._hash, [values[i] for i in self._inputs])
-        outputs: list[Tensor] = [results[0]] * len(results)
-        for slot, result in zip(self._outputs, results, strict=True):
-            outputs[slot] = result
-        return outputs
+        results = private.run_cached(self._hash, self._inputs(values))
+        return list(self._outputs(results))
 
     def text(self) -> str:
         """HLO before optimisation."""
         return private.computation_text(self.computation)
+
+
+def _picking(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """The function that picks the values at these places, in this order."""
+    pick = operator.itemgetter(*places, places[0])
+    return lambda values: pick(values)[:-1]
 
 
 _COPIED_AT_ONCE = 256 * 2**20
@@ -94,19 +99,16 @@ class XlaEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._settled = -1
 
     def put(self, tensor: Tensor) -> Tensor:
         """Upload into a fresh buffer; a device tensor goes by way of the host."""
-        return private.upload([tensor.detach().cpu()], self.device)[0]
+        return private.device_data(tensor.detach().cpu(), self.device)
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Upload, if it isn't on the device."""
-        return tensor.detach().to(self.device)
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Upload by way of the host at once, with nothing left pending."""
+        """Upload at once, if it isn't on the device; nothing is left pending."""
         if tensor.device.type == "xla":
-            return tensor.detach()
+            return tensor
         return private.device_data(tensor.detach().cpu(), self.device)
 
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
@@ -131,10 +133,12 @@ class XlaEngine:
     def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Exchange buffers."""
         private.rebind_all(targets, values)
+        self._settled = private.tensors_made_elsewhere()
 
     def settle(self) -> None:
-        """Materialise what is pending."""
-        private.sync()
+        """Materialise what is pending, if anything may be."""
+        if private.tensors_made_elsewhere() != self._settled:
+            private.sync()
 
     def wait(self) -> None:
         """Wait for the device."""

@@ -6,6 +6,8 @@ Measured on torch_xla 2.9.0; `funcacc.engines` refuses other versions.
 from __future__ import annotations
 
 import contextlib
+import operator
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -117,6 +119,20 @@ def sync() -> None:
     torch_xla.sync()
 
 
+_made_by_us = 0
+_making = threading.Lock()
+
+
+def tensors_made_elsewhere() -> int:
+    """How many device tensors the process has made so far, uploads by `device_data` left out.
+
+    While it stays the same there is nothing new that a sync could have to materialise: a
+    clone, a deep copy and the result of an operation each make a tensor.
+    """
+    with _making:
+        return int(_C._xla_counter_value("CreateXlaTensor") or 0) - _made_by_us
+
+
 def wait() -> None:
     """Block until the device is idle."""
     xm.wait_device_ops()
@@ -154,34 +170,26 @@ def copy_into_fresh_buffers() -> None:
         _library.impl("copy", _copy, "XLA")
 
 
-def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy host tensors into fresh device buffers.
-
-    torch_xla keeps a cache in which equal scalars share one buffer, so a donated scalar
-    would take every equal one in the process with it.
-    """
-    before = _C._get_xla_enable_device_data_cache()
-    _C._set_xla_enable_device_data_cache(False)
-    try:
-        return [t.to(device) for t in tensors]
-    finally:
-        _C._set_xla_enable_device_data_cache(before)
-
-
 def device_data(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor in a device buffer, at once.
+    """A host tensor in a fresh device buffer, at once.
 
     What ``.to(device)`` makes is a host tensor until something needs its buffer. A sync takes
     up all such tensors of the process: one that another thread is making goes wrong then
-    ("Check failed: data()->tensor_data").
+    ("Check failed: data()->tensor_data"). And equal scalars get one buffer from a cache, so
+    that a donated one would take every equal scalar of the process with it.
     """
-    made: Tensor = _C._xla_tensors_from_aten([tensor], [str(device)], None)[0]
+    global _made_by_us
+    with _making:
+        made: Tensor = _C._xla_tensors_from_aten([tensor], [str(device)], None)[0]
+        _made_by_us += 1
     return made
 
 
 def has_alias(tensor: Tensor) -> bool:
     """Whether another tensor object (a view, ``.detach()``, ``.data``) shares the storage."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 1
+    held = tensor.untyped_storage()
+    # Two are the tensor and the Python object, which may have been there before.
+    return torch._C._storage_Use_Count(held._cdata) > 2
 
 
 def rebind(target: Tensor, value: Tensor) -> None:
@@ -202,8 +210,17 @@ def rebind(target: Tensor, value: Tensor) -> None:
 
 def rebind_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """`rebind` of each."""
-    for target, value in zip(targets, values, strict=True):
-        rebind(target, value)
+    held = list(map(Tensor.untyped_storage, targets))
+    counts = map(torch._C._storage_Use_Count, map(_address, held))
+    for target, value, count in zip(targets, values, counts, strict=True):
+        # The tensor and the list: no alias.
+        if count == 2:
+            target.data = value
+        else:
+            rebind(target, value)
+
+
+_address = operator.attrgetter("_cdata")
 
 
 def has_kernel(operator: torch._ops.OpOverload) -> bool:

@@ -1,0 +1,218 @@
+"""The programs of a step: what each was traced for, and how one is found or built."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from funcacc import model as models
+from funcacc import trees
+from funcacc.accumulate import Microbatch, Setting, trace_microbatch
+from funcacc.attributes import Attributes, differences
+from funcacc.batches import Window
+from funcacc.capture.context import autocast_state
+from funcacc.engines.base import Engine, Program
+from funcacc.errors import CarryError
+from funcacc.optimizers.update import Adopted, Update
+from funcacc.options import Options
+from funcacc.report import Report
+from funcacc.step import Layout, Step, trace_step
+from funcacc.types import LossFn, TensorSpec
+
+log = logging.getLogger("funcacc")
+
+_OF_THE_MODEL = (
+    "train() or eval()",
+    "requires_grad",
+    "parameters",
+    "buffers",
+    "autocast",
+    "attributes",
+)
+
+
+class Compiled(NamedTuple):
+    """A program and what it was built for."""
+
+    program: Program
+    step: Step
+    layout: Layout
+    update: Update
+
+
+class Programs:
+    """All programs of one step.
+
+    Args:
+        engine: what builds them.
+        loss_fn: of the step.
+        options: of the step.
+        donate: whether state is donated.
+        report: where traces, times and reasons are noted.
+
+    Attributes:
+        born: names of parameters whose optimizer state starts from the next gradient.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss_fn: LossFn | None,
+        options: Options,
+        donate: bool,
+        report: Report,
+    ) -> None:
+        self.engine = engine
+        self.loss_fn = loss_fn
+        self.options = options
+        self.donate = donate
+        self.report = report
+        self.born: set[str] = set()
+        self._attributes = Attributes()
+        self._microbatches: dict[Any, Microbatch] = {}
+        self._compiled: dict[Any, Compiled] = {}
+        self._last_key: dict[str, Any] | None = None
+
+    def find(self, model: nn.Module, window: Window, opt: Adopted) -> Compiled:
+        """The program for everything as it is now.
+
+        Raises:
+            FuncaccError: when it can't be traced or built; nothing was changed.
+        """
+        key = self._key(model, window, opt)
+        compiled = self._compiled.get(tuple(key.values()))
+        if compiled is not None and compiled.update.holds(opt.numbers()):
+            return compiled
+        if self._last_key is None:
+            reason = "first call"
+        else:
+            reason = _what_changed(self._last_key, key)
+        compiled = self._build(key, model, window, opt)
+        self._compiled[tuple(key.values())] = compiled
+        self._last_key = key
+        self.report.reasons.append(reason)
+        log.info("new program: %s", reason)
+        return compiled
+
+    def _key(self, model: nn.Module, window: Window, opt: Adopted) -> dict[str, Any]:
+        """What a trace depends on, by name."""
+        params = models.parameters(model)
+        return {
+            "batch shapes or dtypes": shape_of(window),
+            "train() or eval()": tuple(m.training for m in model.modules()),
+            "requires_grad": tuple(p.requires_grad for p in params.values()),
+            "parameters": tuple((n, TensorSpec.of(p)) for n, p in params.items()),
+            "buffers": tuple((n, TensorSpec.of(b)) for n, b in models.buffers(model).items()),
+            "optimizer": opt.static(),
+            "optimizer state": _specs(opt) if self.report.traces else (),
+            "autocast": autocast_state(self.engine.device.type),
+            "attributes": self._attributes.now(model),
+        }
+
+    def _build(
+        self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted
+    ) -> Compiled:
+        start = time.perf_counter()
+        m = self._microbatch(key, model, window, opt)
+        params = models.parameters(model)
+        specs = {n: TensorSpec.of(params[n]) for n in m.trainable}
+        created = opt.create(params, m.reached)
+        update = opt.capture(specs, m.reached, created)
+        layout = _layout(model, m, window, opt, update)
+        step = trace_step(layout, m, update if opt.updates else None, self.options)
+        _check_state(layout, step)
+        self.report.seconds["capture"] += time.perf_counter() - start
+        program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
+        self.report.seconds["lower"] += program.seconds["lower"]
+        opt.install(created, self.engine.put)
+        self.born.update(created.born)
+        # The key of a first call had no optimizer state in it; the next one will. Tracing
+        # may also have found numbers that were taken for fixed.
+        key["optimizer state"] = _specs(opt)
+        key["optimizer"] = opt.static()
+        self._attributes.traced(model, key["attributes"])
+        key["attributes"] = self._attributes.now(model)
+        return Compiled(program, step, layout, update)
+
+    def _microbatch(
+        self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted
+    ) -> Microbatch:
+        leaves, tree = trees.flatten(window.tree)
+        batch = [TensorSpec(tuple(x.shape[1:]), x.dtype) for x in leaves]
+        params = models.parameters(model)
+        trainable = [n for n, p in params.items() if p.requires_grad and n in opt.held]
+        place = (tree, tuple(batch), tuple(trainable), *(key[k] for k in _OF_THE_MODEL))
+        if place not in self._microbatches:
+            setting = Setting(
+                model,
+                self.loss_fn,
+                {n: self._computed(params[n]) for n in trainable},
+                {n: self._computed(p) for n, p in params.items() if n not in trainable},
+                {n: TensorSpec.of(b) for n, b in models.buffers(model).items()},
+                batch,
+                tree,
+                self.engine.device.type,
+            )
+            self._microbatches[place] = trace_microbatch(setting)
+            self.report.traces += 1
+        return self._microbatches[place]
+
+    def _computed(self, p: Tensor) -> TensorSpec:
+        dtype = self.options.compute_dtype
+        spec = TensorSpec.of(p)
+        return spec._replace(dtype=dtype) if dtype and p.is_floating_point() else spec
+
+
+def shape_of(window: Window) -> tuple[Any, ...]:
+    """Structure, shapes and dtypes of a window."""
+    leaves, tree = trees.flatten(window.tree)
+    return tree, tuple(map(TensorSpec.of, leaves))
+
+
+def _layout(
+    model: nn.Module, m: Microbatch, window: Window, opt: Adopted, update: Update
+) -> Layout:
+    params = {n: TensorSpec.of(p) for n, p in models.parameters(model).items()}
+    buffers = {n: TensorSpec.of(b) for n, b in models.buffers(model).items()}
+    leaves, _ = trees.flatten(window.tree)
+    trained = {n: params[n] for n in m.trainable}
+    read = {n: params[n] for n in m.frozen}
+    return Layout(
+        trained if opt.updates else {},
+        {n: s for n, s in buffers.items() if n in m.changed},
+        update.state,
+        read if opt.updates else {**trained, **read},
+        {n: s for n, s in buffers.items() if n not in m.changed},
+        update.size,
+        [TensorSpec.of(x) for x in leaves],
+        trees.paths(window.tree, "window"),
+    )
+
+
+def _what_changed(before: dict[str, Any], after: dict[str, Any]) -> str:
+    changed = [k for k, v in after.items() if before.get(k) != v]
+    if "attributes" in changed:
+        names = differences(before["attributes"], after["attributes"])
+        place = changed.index("attributes")
+        changed[place : place + 1] = [f"attribute {n}" for n in names]
+    return ", ".join(changed) + " changed" if changed else "a hyperparameter changed"
+
+
+def _specs(opt: Adopted) -> tuple[tuple[str, TensorSpec], ...]:
+    return tuple((path, TensorSpec.of(x)) for path, x in opt.leaves().items())
+
+
+def _check_state(layout: Layout, step: Step) -> None:
+    n = layout.num_state
+    names: Sequence[str] = step.graph.names[:n]
+    lines = [
+        f"  {path} enters as {a} and leaves as {b}"
+        for path, a, b in zip(names, step.graph.inputs[:n], step.graph.outputs[:n], strict=True)
+        if a != b
+    ]
+    if lines:
+        raise CarryError("the step changes the shape or dtype of its state:\n" + "\n".join(lines))
