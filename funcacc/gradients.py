@@ -42,7 +42,7 @@ def accumulate(
         loss_fn: as for `TrainStep`; a function defined once, outside the loop.
         into_grad: also add the gradients to ``p.grad``, in the parameter's dtype, so that
             ``opt.step()`` can follow.
-        **options: those of `TrainStep` but `skip_nonfinite`: `engine`, `clip_norm`,
+        **options: those of `TrainStep` that don't concern the optimizer: `engine`, `clip_norm`,
             `clip_value`, `grad_transform`, `accumulate_dtype`, `compute_dtype`, `seed`, `donate`.
 
     Returns:
@@ -50,7 +50,7 @@ def accumulate(
         the loss reaches.
 
     Raises:
-        OptionError: for `skip_nonfinite`: there is no step to skip.
+        OptionError: for `skip_nonfinite` and `steps_per_call`: there is no step.
         FuncaccError: as `TrainStep` and its call.
 
     Example:
@@ -66,6 +66,8 @@ def accumulate(
             "accumulate takes no skip_nonfinite, for it takes no optimizer step that could be "
             "skipped; look at grad_norm and don't call opt.step()"
         )
+    if options.get("steps_per_call", 1) != 1:
+        raise OptionError("accumulate takes no steps_per_call: your own loop takes the steps")
     step = _steps.find(
         model,
         loss_fn,

@@ -25,6 +25,11 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers())
 
 
+def names(model: nn.Module) -> dict[int, str]:
+    """Id of each parameter -> its name."""
+    return {id(p): n for n, p in model.named_parameters()}
+
+
 def call(model: nn.Module, loss_fn: LossFn | None, batch: PyTree) -> Any:
     """What the user's loss function returns; without one, the model's own output."""
     if loss_fn is not None:

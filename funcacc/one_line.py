@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from funcacc.errors import OptionError
 from funcacc.step import StepOutput
 from funcacc.train import TrainStep
 from funcacc.types import LossFn, PyTree
@@ -68,12 +69,13 @@ def train_step(
         opt: as for `TrainStep`.
         batches: a `Window`, or a list or iterator of microbatches.
         loss_fn: a function defined once, outside the training loop.
-        **options: as for `TrainStep`.
+        **options: as for `TrainStep`, but `steps_per_call`.
 
     Returns:
         A `StepOutput`.
 
     Raises:
+        OptionError: for `steps_per_call`: this is one step.
         FuncaccError: as `TrainStep` and its call.
 
     Example:
@@ -86,6 +88,11 @@ def train_step(
         >>> funcacc.train_step(model, opt, window, loss_fn).weight
         tensor(8.)
     """
+    if options.get("steps_per_call", 1) != 1:
+        raise OptionError(
+            "train_step takes one step for each call; for steps_per_call make a TrainStep and "
+            "iterate over its run(windows, scheduler)"
+        )
     optimizers = tuple(map(id, opt)) if isinstance(opt, (list, tuple)) else (id(opt),)
     step = _steps.find(
         model,

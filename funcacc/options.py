@@ -21,6 +21,7 @@ class Options(NamedTuple):
     accumulate_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
     skip_nonfinite: bool = False
+    steps_per_call: int = 1
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -66,6 +67,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a floating dtype, e.g. torch.bfloat16, or None not to cast",
     ),
     "skip_nonfinite": (lambda value: isinstance(value, bool), "True or False"),
+    "steps_per_call": (
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        "how many optimizer steps TrainStep.run puts into one dispatch, 1 or more",
+    ),
 }
 
 

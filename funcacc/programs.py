@@ -20,7 +20,7 @@ from funcacc.errors import CarryError
 from funcacc.optimizers.update import Adopted, Update
 from funcacc.options import Options
 from funcacc.report import Report
-from funcacc.step import Layout, Step, trace_step
+from funcacc.step import Layout, Step, trace_step, trace_steps
 from funcacc.types import LossFn, TensorSpec
 
 log = logging.getLogger("funcacc")
@@ -77,13 +77,22 @@ class Programs:
         self._compiled: dict[Any, Compiled] = {}
         self._last_key: dict[str, Any] | None = None
 
-    def find(self, model: nn.Module, window: Window, opt: Adopted) -> Compiled:
+    def find(
+        self, model: nn.Module, window: Window, opt: Adopted, steps: int | None = None
+    ) -> Compiled:
         """The program for everything as it is now.
+
+        Args:
+            model: the module.
+            window: of which shapes and dtypes count.
+            opt: the optimizer.
+            steps: how many optimizer steps the program takes at most; `None` for one, without
+                a loop around it.
 
         Raises:
             FuncaccError: when it can't be traced or built; nothing was changed.
         """
-        key = self._key(model, window, opt)
+        key = {**self._key(model, window, opt), "steps per call": steps}
         compiled = self._compiled.get(tuple(key.values()))
         if compiled is not None and compiled.update.holds(opt.numbers()):
             return compiled
@@ -125,6 +134,8 @@ class Programs:
         layout = _layout(model, m, window, opt, update)
         step = trace_step(layout, m, update if opt.updates else None, self.options)
         _check_state(layout, step)
+        if key["steps per call"]:
+            step = trace_steps(step, layout, key["steps per call"])
         self.report.seconds["capture"] += time.perf_counter() - start
         program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
         self.report.seconds["lower"] += program.seconds["lower"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcacc import trees
+from funcacc import loops, trees
 from funcacc.accumulate import Microbatch, WindowInputs, run_window
 from funcacc.capture import ops
 from funcacc.capture.context import Tracing
@@ -166,6 +166,43 @@ def trace_step(layout: Layout, m: Microbatch, update: Update | None, options: Op
     specs, names = layout.signature()
     graph = capture(fn, specs, names)
     return Step(graph, found[0])
+
+
+def trace_steps(step: Step, layout: Layout, steps: int) -> Step:
+    """Several steps in one program, whose loop goes around that over the microbatches.
+
+    Equals, with a leading axis of `steps` on hyperparameters, counts, window and output::
+
+        for i in range(count_of_steps):
+            state, output[i] = step(state, hyperparameters[i], window[i])
+
+    Args:
+        step: one step.
+        layout: of the one step.
+        steps: how many at most; the inputs end with the number of those to be taken, ``int32``.
+    """
+    n = layout.num_state
+    num_read = len(layout.frozen) + len(layout.constants)
+    specs, names = layout.signature()
+    each = [s._replace(shape=(steps, *s.shape)) for s in specs[n + num_read :]]
+
+    def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
+        read, inputs = flat[n : n + num_read], flat[n + num_read : -1]
+        captured = [tracing.tensors.admit(t) for t in step.graph.captured]
+        outputs = [torch.zeros((steps, *s.shape), dtype=s.dtype) for s in step.graph.outputs[n:]]
+
+        def body(i: Tensor, carry: tuple[list[Tensor], list[Tensor]]) -> Any:
+            own = [ops.take(x, i) for x in inputs]
+            out = list(ops.call(step.graph.serial, [*carry[0], *read, *own, *captured]))
+            return out[:n], [ops.put(x, i, y) for x, y in zip(carry[1], out[n:], strict=True)]
+
+        start = torch.zeros((), dtype=torch.int32)
+        state, outputs = loops.fori_loop(start, flat[-1], body, (list(flat[:n]), outputs))
+        return [*state, *outputs]
+
+    count = TensorSpec((), torch.int32)
+    graph = capture(fn, [*specs[: n + num_read], *each, count], [*names, "number of steps"])
+    return Step(graph, step.output)
 
 
 def _cast(values: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcacc import inspection, rng, trees
+from funcacc import inspection, rng, several, trees
 from funcacc import model as models
 from funcacc.batches import Window, as_window
-from funcacc.capture.context import autocast_state
+from funcacc.calls import Call, Calls
 from funcacc.engines import get_engine
 from funcacc.engines.base import Program
 from funcacc.errors import StateError
 from funcacc.optimizers import adopt
 from funcacc.optimizers.update import Adopted
 from funcacc.options import Options, checked_seed
-from funcacc.programs import Compiled, Programs, shape_of
+from funcacc.programs import Compiled, Programs
 from funcacc.report import Leaf, Report
+from funcacc.several import Scheduler
 from funcacc.state import TrainState, matching
 from funcacc.step import StepOutput
 from funcacc.types import LossFn, TensorSpec
-from funcacc.watch import Watch, same
-
-
-class _Call(NamedTuple):
-    """A program with the tensors that it is called with, as long as they are the same.
-
-    Attributes:
-        compiled: the program.
-        targets: the state, which it replaces.
-        read: other parameters and buffers.
-        captured: what the loss closed over.
-    """
-
-    compiled: Compiled
-    targets: list[Tensor]
-    read: list[Tensor]
-    captured: list[Tensor]
+from funcacc.watch import same
 
 
 class TrainStep:
@@ -69,6 +54,7 @@ class TrainStep:
         accumulate_dtype: dtype of the accumulators; ``float64`` parameters keep theirs.
         compute_dtype: cast floating parameters to this for forward and backward.
         skip_nonfinite: leave everything as it was when loss or gradient isn't finite.
+        steps_per_call: how many optimizer steps `run` puts into one dispatch.
         seed: of the random key; `None` takes `torch.initial_seed()`.
         donate: `False` keeps old buffers alive, for debugging.
 
@@ -102,7 +88,7 @@ class TrainStep:
         self.donate = donate
         device = inspection.device_of(model)
         self._engine = get_engine(engine, device)
-        self._adopted = adopt(opt, self._names())
+        self._adopted = adopt(opt, models.names(model))
         start = rng.key(checked_seed(seed))
         self._rng = self._engine.put(start)
         self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
@@ -111,9 +97,8 @@ class TrainStep:
             self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
         )
         self._programs = Programs(self._engine, loss_fn, self.options, donate, self._report)
+        self._calls = Calls(lambda: self.model, self._adopted, self._engine, self._programs)
         self._noted: list[Program] = []
-        self._watch: Watch | None = None
-        self._calls: dict[Any, _Call] = {}
         self._owned: tuple[list[Tensor], list[Any]] = [], []
         self._numbers: tuple[list[float], Tensor] | None = None
         self._counts: dict[int, Tensor] = {}
@@ -125,11 +110,8 @@ class TrainStep:
         assert model is not None
         return model
 
-    def _names(self) -> dict[int, str]:
-        return {id(p): n for n, p in models.parameters(self.model).items()}
-
     def _opt(self) -> Adopted:
-        self._adopted.refresh(self._names())
+        self._adopted.refresh(models.names(self.model))
         return self._adopted
 
     # Running ---------------------------------------------------------------------------
@@ -150,18 +132,32 @@ class TrainStep:
         # Tensors made in inference mode can't become the parameters' values.
         with self._lock, torch.inference_mode(False):
             window = as_window(batches)
-            call, known = self._prepare(window)
-            if not self._owns(call.targets):
-                if known:
-                    # That a tensor of the optimizer has another shape now isn't seen before.
-                    call = self._look(window)
-                self._own(call.targets)
-            return self._run(call, window)
+            call = self._find(window)
+            numbers = self._adopted.numbers()
+            leaves, _ = trees.flatten(window.tree)
+            flags = self._flags(call)
+            inputs = [self._hyperparameters([*numbers, *flags]), self._count(window.count), *leaves]
+            result: StepOutput = self._run(call, inputs)
+            self._adopted.finish(call.compiled.update, numbers, lambda: self._moved(result))
+            return result
 
-    def _run(self, call: _Call, window: Window) -> StepOutput:
-        compiled, targets = call.compiled, call.targets
-        numbers = self._adopted.numbers()
-        values = [*targets, *call.read, *self._fresh(call, numbers, window)]
+    def _find(self, window: Window, steps: int | None = None) -> Call:
+        """The program and its tensors, which own their buffers."""
+        call, known = self._calls.find(window, steps)
+        if not self._owns(self._targets(call)):
+            if known:
+                # That a tensor of the optimizer has another shape now isn't seen before.
+                call = self._calls.look(window, steps)
+            self._own(self._targets(call))
+        return call
+
+    def _targets(self, call: Call) -> list[Tensor]:
+        return [*call.targets, self._rng, self._step]
+
+    def _run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """Dispatch, and let the user's tensors have the new values."""
+        compiled, targets = call.compiled, self._targets(call)
+        values = [*targets, *call.read, *map(self._engine.move, inputs), *call.captured]
         self._engine.settle()
         first_run = compiled.program not in self._noted
         before = self._engine.addresses(targets) if first_run and self.donate else None
@@ -172,13 +168,63 @@ class TrainStep:
         self._engine.assign(targets, outputs[:n])
         self._owned = targets, storages(targets)
         self._programs.born.clear()
-        result: StepOutput = trees.unflatten(compiled.step.output, outputs[n:])
-        self._adopted.finish(compiled.update, numbers, lambda: self._moved(result))
-        return result
+        return trees.unflatten(compiled.step.output, outputs[n:])
 
     def _moved(self, result: StepOutput) -> bool:
         # Asked only by optimizers that keep counts on the host: reading waits.
         return not (self.options.skip_nonfinite and bool(result.skipped))
+
+    def run(
+        self, windows: Iterable[Any], scheduler: Scheduler | None = None
+    ) -> Iterator[StepOutput]:
+        """Take a step for each window, `steps_per_call` of them in one dispatch.
+
+        Equals, when what is yielded is put together to one output for each dispatch, with a
+        leading axis of its steps on all leaves::
+
+            for window in windows:
+                yield self(window)
+                if scheduler is not None:
+                    scheduler.step()
+
+        Windows and hyperparameters of a dispatch are gathered before it. It takes fewer steps
+        when the windows end, or when one has other shapes; no window is left out. What the
+        user does with an output happens between dispatches.
+
+        Args:
+            windows: of `funcacc.windows`, or whatever a call takes.
+            scheduler: of `torch.optim.lr_scheduler`, or anything with ``step()``.
+
+        Yields:
+            A `StepOutput` for each dispatch.
+
+        Raises:
+            OptionError: for what can't be gathered ahead: ReduceLROnPlateau, post-hooks,
+                counts kept in Python that a skipped step must not move.
+            FuncaccError: as a call.
+        """
+        size = self.options.steps_per_call
+        source: Iterator[Window] = map(as_window, windows)
+        while (first := next(source, None)) is not None:
+            with self._lock, torch.inference_mode(False):
+                call = self._find(first, size)
+                several.check(
+                    scheduler,
+                    self._adopted,
+                    call.compiled.update,
+                    size,
+                    self.options.skip_nonfinite,
+                )
+                # So that a failure comes before schedulers have moved.
+                call.compiled.program.prepare()
+            group, source = several.gather(first, source, size, call, self._adopted, scheduler)
+            with self._lock, torch.inference_mode(False):
+                if not self._owns(self._targets(call)):
+                    self._own(self._targets(call))
+                result = self._run(call, several.stacked(group, self._flags(call), size))
+            yield several.first_rows(result, len(group.windows), size)
+            if group.failure is not None:
+                raise group.failure
 
     def compile(self, batches: Any) -> Report:
         """Trace and lower for windows like this one, without running anything.
@@ -190,71 +236,18 @@ class TrainStep:
             The report so far.
         """
         with self._lock:
-            self._prepare(as_window(batches))
+            self._calls.find(as_window(batches))
         return self._report
-
-    def _prepare(self, window: Window) -> tuple[_Call, bool]:
-        """The program for this window with its tensors, and whether they are known ones."""
-        opt = self._adopted
-        if self._watch is None or not self._watch.unchanged(self.model, opt.watched()):
-            return self._look(window), False
-        call = self._calls.get(self._place(window))
-        if call is None or not call.compiled.update.holds(opt.numbers()):
-            return self._look(window), False
-        return call, True
-
-    def _place(self, window: Window) -> Any:
-        device = self._engine.device.type
-        return shape_of(window), self._adopted.static(), autocast_state(device)
-
-    def _look(self, window: Window) -> _Call:
-        """Find the program in the long way."""
-        opt = self._adopted
-        opt.refresh(self._names())
-        compiled = self._programs.find(self.model, window, opt)
-        call = self._call_of(compiled)
-        # What was found in another state of affairs doesn't hold any more.
-        same = self._watch is not None and self._watch.unchanged(self.model, opt.watched())
-        self._calls = {**(self._calls if same else {}), self._place(window): call}
-        self._watch = Watch(self.model, opt.watched())
-        return call
 
     # Values ----------------------------------------------------------------------------
 
-    def _call_of(self, compiled: Compiled) -> _Call:
-        params, buffers = models.parameters(self.model), models.buffers(self.model)
-        layout, state = compiled.layout, self._adopted.leaves()
-        for path in layout.opt_state:
-            # load_state_dict of torch.optim leaves step counts on the CPU.
-            if state[path].device.type != self._engine.device.type:
-                state[path] = self._engine.put(state[path])
-                self._adopted.replace(path, state[path])
-        targets = [
-            *(params[n] for n in layout.params),
-            *(buffers[n] for n in layout.buffers),
-            *(state[p] for p in layout.opt_state),
-            self._rng,
-            self._step,
-        ]
-        read = [*(params[n] for n in layout.frozen), *(buffers[n] for n in layout.constants)]
-        captured = [self._engine.move(t) for t in compiled.step.graph.captured]
-        return _Call(compiled, targets, read, captured)
-
-    def _fresh(self, call: _Call, numbers: list[float], window: Window) -> list[Tensor]:
-        """The inputs that may differ from call to call."""
-        born = self._programs.born
-        flags = [float(n in born) for n in call.compiled.update.born]
-        leaves, _ = trees.flatten(window.tree)
-        return [
-            self._hyperparameters([*numbers, *flags]),
-            self._count(window.count),
-            *map(self._engine.move, leaves),
-            *call.captured,
-        ]
+    def _flags(self, call: Call) -> list[float]:
+        """1.0 for each parameter whose optimizer state starts from the next gradient."""
+        return [float(n in self._programs.born) for n in call.compiled.update.born]
 
     def _count(self, count: Any) -> Tensor:
         if isinstance(count, Tensor):
-            return self._engine.move(count.to(torch.int32))
+            return count.to(torch.int32)
         if count not in self._counts:
             self._counts[count] = self._engine.put(torch.tensor(int(count), dtype=torch.int32))
         return self._counts[count]
@@ -362,7 +355,6 @@ class TrainStep:
             self._adopted.replace(path, self._engine.put(value))
         self._rng = self._engine.put(key)
         self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
-        self._watch = None
 
     @property
     def programs(self) -> list[Program]:

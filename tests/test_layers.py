@@ -61,6 +61,8 @@ ORDER = [
     "options",
     "step",
     "programs",
+    "calls",
+    "several",
     "train",
     "one_line",
     "gradients",

@@ -143,6 +143,10 @@ class FunctionalOptimizer:
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Nothing is kept on the host."""
 
+    def hooked(self) -> bool:
+        """There are no hooks."""
+        return False
+
 
 class GradientsOnly:
     """In the place of an optimizer, where the user steps his own: holds, changes nothing."""
@@ -199,3 +203,7 @@ class GradientsOnly:
 
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Nothing is kept on the host."""
+
+    def hooked(self) -> bool:
+        """There are no hooks."""
+        return False

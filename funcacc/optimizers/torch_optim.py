@@ -361,9 +361,12 @@ class TorchOptimizers:
         for opt in self.optimizers:
             # What a scheduler looks at to see that the optimizer came before it.
             opt._opt_called = True  # type: ignore[attr-defined]
-            hooks = optimizer_module._global_optimizer_post_hooks
-            for hook in (*opt._optimizer_step_post_hooks.values(), *hooks.values()):
+            for hook in _post_hooks(opt):
                 hook(opt, (), {})
+
+    def hooked(self) -> bool:
+        """Whether the user has registered step post-hooks."""
+        return any(map(_post_hooks, self.optimizers))
 
     def _move(self, calls: Sequence[Call], numbers: Sequence[float]) -> None:
         places = [place for place, _ in self._numbered()]
@@ -426,6 +429,11 @@ def _check_class(opt: torch.optim.Optimizer) -> None:
             raise OptimizerError(
                 f"{type(opt).__name__} can't be part of a compiled step: {_REFUSED[cls.__name__]}"
             )
+
+
+def _post_hooks(opt: torch.optim.Optimizer) -> list[Callable[..., None]]:
+    everywhere = optimizer_module._global_optimizer_post_hooks
+    return [*opt._optimizer_step_post_hooks.values(), *everywhere.values()]
 
 
 def _check_hooks(opt: torch.optim.Optimizer) -> None:

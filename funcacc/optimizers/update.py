@@ -171,6 +171,9 @@ class Adopted(Protocol):
             moved: whether the step counts; asked only where an answer is needed.
         """
 
+    def hooked(self) -> bool:
+        """Whether `finish` calls functions of the user's."""
+
     def own_state(self) -> dict[str, Tensor]:
         """Host copies of the state that no other state dict holds, by path."""
 

@@ -1,0 +1,104 @@
+"""Which program a call needs and with which tensors: at a glance, when nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from funcacc import model as models
+from funcacc.batches import Window
+from funcacc.capture.context import autocast_state
+from funcacc.engines.base import Engine
+from funcacc.optimizers.update import Adopted
+from funcacc.programs import Compiled, Programs, shape_of
+from funcacc.watch import Watch
+
+
+class Call(NamedTuple):
+    """A program with the tensors that it is called with, as long as they are the same.
+
+    Attributes:
+        compiled: the program.
+        targets: the state, which it replaces, without key and step count.
+        read: other parameters and buffers.
+        captured: what the loss closed over.
+    """
+
+    compiled: Compiled
+    targets: list[Tensor]
+    read: list[Tensor]
+    captured: list[Tensor]
+
+
+class Calls:
+    """The calls that a step has made.
+
+    Args:
+        model: gives the module.
+        opt: the optimizer.
+        engine: the engine.
+        programs: the programs that there are, and what makes others.
+    """
+
+    def __init__(
+        self, model: Callable[[], nn.Module], opt: Adopted, engine: Engine, programs: Programs
+    ) -> None:
+        self._model = model
+        self._opt = opt
+        self._engine = engine
+        self._programs = programs
+        self._watch: Watch | None = None
+        self._known: dict[Any, Call] = {}
+
+    def find(self, window: Window, steps: int | None = None) -> tuple[Call, bool]:
+        """The call for a window, and whether it is a known one.
+
+        Args:
+            window: of which shapes and dtypes count.
+            steps: how many optimizer steps the program takes at most; `None` for one, without
+                a loop around it.
+
+        Raises:
+            FuncaccError: when the step can't be traced or built; nothing was changed.
+        """
+        if self._watch is None or not self._watch.unchanged(self._model(), self._opt.watched()):
+            return self.look(window, steps), False
+        call = self._known.get(self._place(window, steps))
+        if call is None or not call.compiled.update.holds(self._opt.numbers()):
+            return self.look(window, steps), False
+        return call, True
+
+    def look(self, window: Window, steps: int | None = None) -> Call:
+        """As `find`, looking at everything."""
+        model, opt = self._model(), self._opt
+        opt.refresh(models.names(model))
+        call = self._make(self._programs.find(model, window, opt, steps))
+        # What was found in another state of affairs doesn't hold any more.
+        same = self._watch is not None and self._watch.unchanged(model, opt.watched())
+        self._known = {**(self._known if same else {}), self._place(window, steps): call}
+        self._watch = Watch(model, opt.watched())
+        return call
+
+    def _place(self, window: Window, steps: int | None) -> Any:
+        autocast = autocast_state(self._engine.device.type)
+        return shape_of(window), self._opt.static(), autocast, steps
+
+    def _make(self, compiled: Compiled) -> Call:
+        model = self._model()
+        params, buffers = models.parameters(model), models.buffers(model)
+        layout, state = compiled.layout, self._opt.leaves()
+        for path in layout.opt_state:
+            # load_state_dict of torch.optim leaves step counts on the CPU.
+            if state[path].device.type != self._engine.device.type:
+                state[path] = self._engine.put(state[path])
+                self._opt.replace(path, state[path])
+        targets = [
+            *(params[n] for n in layout.params),
+            *(buffers[n] for n in layout.buffers),
+            *(state[p] for p in layout.opt_state),
+        ]
+        read = [*(params[n] for n in layout.frozen), *(buffers[n] for n in layout.constants)]
+        captured = [self._engine.move(t) for t in compiled.step.graph.captured]
+        return Call(compiled, targets, read, captured)
