@@ -23,7 +23,8 @@ class Call(NamedTuple):
         compiled: the program.
         targets: the state, which it replaces, without key and step count.
         read: other parameters and buffers.
-        captured: what the loss closed over.
+        captured: what the loss closed over, where it is: a tensor on the host is uploaded for
+            each call, since it may be written to in place.
     """
 
     compiled: Compiled
@@ -100,5 +101,4 @@ class Calls:
             *(state[p] for p in layout.opt_state),
         ]
         read = [*(params[n] for n in layout.frozen), *(buffers[n] for n in layout.constants)]
-        captured = [self._engine.move(t) for t in compiled.step.graph.captured]
-        return Call(compiled, targets, read, captured)
+        return Call(compiled, targets, read, compiled.step.graph.captured)

@@ -157,7 +157,7 @@ class TrainStep:
     def _run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
         """Dispatch, and let the user's tensors have the new values."""
         compiled, targets = call.compiled, self._targets(call)
-        values = [*targets, *call.read, *map(self._engine.move, inputs), *call.captured]
+        values = [*targets, *call.read, *map(self._engine.move, (*inputs, *call.captured))]
         self._engine.settle()
         first_run = compiled.program not in self._noted
         before = self._engine.addresses(targets) if first_run and self.donate else None
