@@ -235,7 +235,22 @@ def test_ten_microbatches_are_three_updates_and_three_scheduler_steps(engine):
         schedule.step()
         updates += 1
     assert updates == schedule.last_epoch == 3
-    assert model.w.item() == pytest.approx(1 - 1 - 0.5 - 0.25)
+    assert model.w.item() == pytest.approx(scheduled(lambda done: done // 4))
+    for wrong in SCHEDULE_TWINS.values():
+        assert model.w.item() != pytest.approx(scheduled(wrong))
+
+
+def scheduled(halvings):
+    """A plain run of ten gradients of 1; `halvings` of the rate after so many microbatches."""
+    return 1.0 - sum(0.5 ** halvings(done) for done in (0, 4, 8))
+
+
+SCHEDULE_TWINS = {
+    "a step of the schedule for each microbatch": lambda done: done,
+    "the rate of the first step, for ever": lambda done: 0,
+    "the rate of the step after": lambda done: done // 4 + 1,
+    "the rate of the step before": lambda done: max(0, done // 4 - 1),
+}
 
 
 class Norms(nn.Module):

@@ -105,6 +105,24 @@ def test_sums_are_kept_in_float32_for_bfloat16(engine):
     _, w = run(engine, loss, batches, model)
     assert w.item() == -1.0
     assert w.dtype == torch.bfloat16
+    for twin in (sum_in_bfloat16, mean_in_bfloat16):
+        assert twin(torch.stack(batches).flatten()) != 1.0
+
+
+def sum_in_bfloat16(ones):
+    """Stays at 256: the next number is 258."""
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for x in ones:
+        total += x
+    return total / len(ones)
+
+
+def mean_in_bfloat16(ones):
+    """Each gradient divided first, as by ``(loss / K).backward()``."""
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for x in ones:
+        total += x / len(ones)
+    return total
 
 
 def test_a_window_that_is_not_finite_changes_nothing(engine):
@@ -251,3 +269,27 @@ def test_options_that_mean_nothing_are_refused(option, message):
         funcacc.TrainStep(model, opt, lambda m, b: (m.w * b).sum(), **option)
     with pytest.raises(funcacc.FuncaccError, match=message):
         funcacc.accumulate(model, [torch.ones(1)], lambda m, b: (m.w * b).sum(), **option)
+
+
+@pytest.mark.parametrize("engine", ["xla"])
+def test_metrics_stay_on_the_device_until_they_are_read(engine):
+    from torch_xla.debug import metrics
+
+    def transfers():
+        found = metrics.metric_data("TransferFromDeviceTime")
+        return found[0] if found else 0
+
+    model = Scalar(1.0).to(funcacc.device(engine))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = funcacc.TrainStep(model, opt, lambda m, b: ((m.w * b).sum(), {"b": b.mean()}))
+    step([torch.ones(2)])
+    at_each_step, outs = [], []
+    for i in range(6):
+        before = transfers()
+        outs.append(step([torch.full((2,), float(i))]))
+        if i % 3 == 2:
+            float(outs[-1].loss)
+        at_each_step.append(transfers() - before)
+    assert at_each_step == [0, 0, 1, 0, 0, 1]
+    # Earlier ones can still be read.
+    assert [float(o.aux["b"]) for o in outs] == [0, 1, 2, 3, 4, 5]
