@@ -15,12 +15,13 @@ TEST_PROCESSES ?= -n 2
 
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help install demo test retest lint format clean
+.PHONY: help install demo test retest bench lint format clean
 
 help:
 	@echo 'make demo     train a small GPT on the XLA engine (under 5 minutes), into runs/demo'
 	@echo 'make test     run the tests, unless they passed and nothing has changed since'
 	@echo 'make retest   run the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make bench    compare with other libraries (about an hour; BENCH_ARGS="--work small-mlp" for less)'
 	@echo 'make lint     ruff and mypy;  make format: let ruff rewrite;  make clean: remove .venv'
 
 install: $(INSTALLED)
@@ -44,6 +45,9 @@ $(TESTED): $(INSTALLED) $(TESTS_READ)
 
 retest: $(INSTALLED)
 	$(BIN)/python -m pytest $(TEST_PROCESSES) $(PYTEST_ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/funcacc bench --jax 0.7.1 latest $(BENCH_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
