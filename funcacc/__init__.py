@@ -1,6 +1,6 @@
 """Functional gradient accumulation for PyTorch: one step, one program, every buffer donated."""
 
-from funcacc import losses
+from funcacc import losses, sharding
 from funcacc.batches import Window, split, stack
 from funcacc.engines import device, engines
 from funcacc.errors import FuncaccError
@@ -40,6 +40,7 @@ __all__ = [
     "losses",
     "scan",
     "scan_layers",
+    "sharding",
     "split",
     "stack",
     "train_step",

@@ -12,6 +12,7 @@ from funcacc.batches import Window
 from funcacc.capture.context import autocast_state
 from funcacc.engines.base import Engine
 from funcacc.optimizers.update import Adopted
+from funcacc.placement import Placement
 from funcacc.programs import Compiled, Programs, shape_of
 from funcacc.watch import Watch
 
@@ -25,12 +26,15 @@ class Call(NamedTuple):
         read: other parameters and buffers.
         captured: what the loss closed over, where it is: a tensor on the host is uploaded for
             each call, since it may be written to in place.
+        places: where what is neither state nor read belongs: one for each input of a window and
+            for each captured tensor; `None` leaves it where it is.
     """
 
     compiled: Compiled
     targets: list[Tensor]
     read: list[Tensor]
     captured: list[Tensor]
+    places: list[Placement | None]
 
 
 class Calls:
@@ -69,6 +73,8 @@ class Calls:
         call = self._known.get(self._place(window, steps))
         if call is None or not call.compiled.update.holds(self._opt.numbers()):
             return self.look(window, steps), False
+        if not self._in_place(call):
+            return self.look(window, steps), False
         return call, True
 
     def look(self, window: Window, steps: int | None = None) -> Call:
@@ -84,7 +90,7 @@ class Calls:
 
     def _place(self, window: Window, steps: int | None) -> Any:
         autocast = autocast_state(self._engine.device.type)
-        return shape_of(window), self._opt.static(), autocast, steps
+        return shape_of(window), self._opt.static(), autocast, steps, self._programs.cut(window)
 
     def _make(self, compiled: Compiled) -> Call:
         model = self._model()
@@ -93,7 +99,7 @@ class Calls:
         for path in layout.opt_state:
             # load_state_dict of torch.optim leaves step counts on the CPU.
             if state[path].device.type != self._engine.device.type:
-                state[path] = self._engine.put(state[path])
+                state[path] = compiled.plan.putting(self._engine)(path, state[path])
                 self._opt.replace(path, state[path])
         targets = [
             *(params[n] for n in layout.params),
@@ -101,4 +107,25 @@ class Calls:
             *(state[p] for p in layout.opt_state),
         ]
         read = [*(params[n] for n in layout.frozen), *(buffers[n] for n in layout.constants)]
-        return Call(compiled, targets, read, compiled.step.graph.captured)
+        graph, plan, first = compiled.step.graph, compiled.plan, len(targets) + 2 + len(read)
+        rest = zip(graph.names[first:], graph.inputs[first:], strict=True)
+        inputs = [plan.of(p, len(s.shape)) if p in plan.leaves else None for p, s in rest]
+        call = Call(compiled, targets, read, graph.captured, inputs)
+        if compiled.plan.mesh is not None:
+            places = self._places(call)
+            self._engine.place([*targets, *read], places)
+        return call
+
+    def _places(self, call: Call) -> list[Placement]:
+        """Where the program wants targets and read tensors."""
+        layout, plan = call.compiled.layout, call.compiled.plan
+        specs, paths = layout.signature()
+        n = len(call.targets)
+        places = [plan.of(p, len(s.shape)) for p, s in zip(paths, specs, strict=True)]
+        return [*places[:n], *places[n + 2 : n + 2 + len(call.read)]]
+
+    def _in_place(self, call: Call) -> bool:
+        """Whether nobody has placed a tensor otherwise; a replay doesn't look."""
+        if call.compiled.plan.mesh is None:
+            return True
+        return self._engine.placements([*call.targets, *call.read]) == self._places(call)

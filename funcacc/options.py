@@ -22,6 +22,7 @@ class Options(NamedTuple):
     compute_dtype: torch.dtype | None = None
     skip_nonfinite: bool = False
     steps_per_call: int = 1
+    batch_axis: str | tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -34,7 +35,7 @@ class Options(NamedTuple):
             if name not in _CHECKS:
                 raise OptionError(
                     f"there is no option {name!r}; choose from {', '.join(sorted(_CHECKS))}, "
-                    "engine, seed, donate"
+                    "engine, mesh, seed, donate"
                 )
             holds, wanted = _CHECKS[name]
             if not holds(value):
@@ -50,6 +51,10 @@ def _is_limit(value: Any) -> bool:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
 
 
 _LIMIT = "a positive Python number, or None not to clip"
@@ -70,6 +75,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps_per_call": (
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         "how many optimizer steps TrainStep.run puts into one dispatch, 1 or more",
+    ),
+    "batch_axis": (
+        lambda value: value is None or isinstance(value, str) or _is_names(value),
+        "the name of a mesh axis, a tuple of names, or None for those called data and fsdp",
     ),
 }
 

@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from funcacc import model as models
+from funcacc import plan as plans
 from funcacc import trees
-from funcacc.accumulate import Microbatch, Setting, trace_microbatch
 from funcacc.attributes import Attributes, differences
 from funcacc.batches import Window
 from funcacc.capture.context import autocast_state
 from funcacc.engines.base import Engine, Program
 from funcacc.errors import CarryError
+from funcacc.microbatch import Microbatch, Setting, trace_microbatch
 from funcacc.optimizers.update import Adopted, Update
 from funcacc.options import Options
+from funcacc.placement import Mesh, Placement
+from funcacc.plan import Plan
 from funcacc.report import Report
 from funcacc.step import Layout, Step, trace_step, trace_steps
 from funcacc.types import LossFn, TensorSpec
@@ -42,6 +45,7 @@ class Compiled(NamedTuple):
     step: Step
     layout: Layout
     update: Update
+    plan: Plan
 
 
 class Programs:
@@ -53,6 +57,7 @@ class Programs:
         options: of the step.
         donate: whether state is donated.
         report: where traces, times and reasons are noted.
+        mesh: of devices, or `None` for one device.
 
     Attributes:
         born: names of parameters whose optimizer state starts from the next gradient.
@@ -65,12 +70,14 @@ class Programs:
         options: Options,
         donate: bool,
         report: Report,
+        mesh: Mesh | None,
     ) -> None:
         self.engine = engine
         self.loss_fn = loss_fn
         self.options = options
         self.donate = donate
         self.report = report
+        self.mesh = mesh
         self.born: set[str] = set()
         self._attributes = Attributes()
         self._microbatches: dict[Any, Microbatch] = {}
@@ -120,7 +127,37 @@ class Programs:
             "optimizer state": _specs(opt) if self.report.traces else (),
             "autocast": autocast_state(self.engine.device.type),
             "attributes": self._attributes.now(model),
+            "sharding": tuple(self._placements(model, window).items()),
         }
+
+    def _placements(self, model: nn.Module, window: Window) -> dict[str, Placement]:
+        """Where parameters and window lie, and are to lie; by path."""
+        if self.mesh is None:
+            return {}
+        params = {f"params[{n!r}]": p for n, p in models.parameters(model).items()}
+        leaves, _ = trees.flatten(window.tree)
+        paths = trees.paths(window.tree, "window")
+        specs = dict(zip(paths, map(TensorSpec.of, leaves), strict=True))
+        given = self.cut(window)
+        found = plans.placed(self.engine, params)
+        return {**found, **plans.place_window(self.mesh, specs, dict(given))}
+
+    def cut(self, window: Window) -> tuple[tuple[str, Placement], ...]:
+        """Where those leaves of a window lie that the user has cut over the mesh, by path."""
+        if self.mesh is None:
+            return ()
+        leaves, _ = trees.flatten(window.tree)
+        named = zip(trees.paths(window.tree, "window"), leaves, strict=True)
+        there = {p: x for p, x in named if x.device.type == self.engine.device.type}
+        found = plans.placed(self.engine, there)
+        return tuple((p, at) for p, at in found.items() if at.axes)
+
+    def _plan(self, key: dict[str, Any], layout: Layout) -> Plan:
+        if self.mesh is None:
+            return Plan()
+        found = dict(key["sharding"])
+        params = {**layout.params, **layout.frozen}
+        return Plan(self.mesh, {**found, **plans.follow(layout.opt_state, params, found)})
 
     def _build(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted
@@ -132,14 +169,15 @@ class Programs:
         created = opt.create(params, m.reached)
         update = opt.capture(specs, m.reached, created)
         layout = _layout(model, m, window, opt, update)
-        step = trace_step(layout, m, update if opt.updates else None, self.options)
+        plan = self._plan(key, layout)
+        step = trace_step(layout, m, update if opt.updates else None, self.options, plan)
         _check_state(layout, step)
         if key["steps per call"]:
             step = trace_steps(step, layout, key["steps per call"])
         self.report.seconds["capture"] += time.perf_counter() - start
         program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
         self.report.seconds["lower"] += program.seconds["lower"]
-        opt.install(created, self.engine.put)
+        opt.install(created, plan.putting(self.engine))
         self.born.update(created.born)
         # The key of a first call had no optimizer state in it; the next one will. Tracing
         # may also have found numbers that were taken for fixed.
@@ -147,7 +185,7 @@ class Programs:
         key["optimizer"] = opt.static()
         self._attributes.traced(model, key["attributes"])
         key["attributes"] = self._attributes.now(model)
-        return Compiled(program, step, layout, update)
+        return Compiled(program, step, layout, update, plan)
 
     def _microbatch(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted

@@ -18,12 +18,22 @@ class Leaf:
         donated: whether an output takes its buffer.
         in_place: whether the output was found at the address of the input; `None` when
             that wasn't looked at.
+        placement: over which axes of the mesh each dimension is cut, as text; empty on one
+            device.
+        parts: into how many parts it is cut.
     """
 
     path: str
     spec: TensorSpec
     donated: bool
     in_place: bool | None = None
+    placement: str = ""
+    parts: int = 1
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on each device."""
+        return self.spec.nbytes // self.parts
 
 
 @dataclass
@@ -37,6 +47,8 @@ class Report:
         reasons: why, one line for each trace.
         leaves: inputs of the latest program.
         seconds: time spent so far in ``capture``, ``lower`` and ``compile``.
+        num_state: how many of the leaves are state; they come first.
+        mesh: names and sizes of its axes, as text; empty on one device.
     """
 
     engine: str
@@ -46,6 +58,7 @@ class Report:
     leaves: list[Leaf] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     num_state: int = 0
+    mesh: str = ""
 
     @property
     def state_leaves(self) -> int:
@@ -68,6 +81,11 @@ class Report:
         return sum(x.spec.nbytes for x in self.leaves[: self.num_state])
 
     @property
+    def device_state_bytes(self) -> int:
+        """Bytes of the state on each device."""
+        return sum(x.device_bytes for x in self.leaves[: self.num_state])
+
+    @property
     def donated_bytes(self) -> int:
         """Bytes of the donated leaves."""
         return sum(x.spec.nbytes for x in self.leaves if x.donated)
@@ -84,6 +102,8 @@ class Report:
             "in_place_leaves": self.in_place_leaves,
             "state_bytes": self.state_bytes,
             "donated_bytes": self.donated_bytes,
+            "mesh": self.mesh,
+            "device_state_bytes": self.device_state_bytes,
             "seconds": dict(self.seconds),
             "leaves": [
                 {
@@ -92,6 +112,8 @@ class Report:
                     "bytes": x.spec.nbytes,
                     "donated": x.donated,
                     "in_place": x.in_place,
+                    "placement": x.placement,
+                    "device_bytes": x.device_bytes,
                 }
                 for x in self.leaves
             ],
@@ -106,16 +128,24 @@ class Report:
             f"state: {self.state_leaves} leaves, {_size(self.state_bytes)}; donated: "
             f"{self.donated_leaves} leaves, {_size(self.donated_bytes)}; found in place: "
             f"{self.in_place_leaves}",
+            *self._mesh_lines(),
             *(f"trace: {r}" for r in self.reasons),
         ]
         width = max((len(x.path) for x in self.leaves), default=0)
         for x in self.leaves:
             place = {True: "in place", False: "MOVED", None: ""}[x.in_place]
             kind = "donated" if x.donated else "kept"
+            where = f" {x.placement:<14} {_size(x.device_bytes):>10}" if self.mesh else ""
             lines.append(
-                f"  {x.path:<{width}}  {x.spec!s:<24} {_size(x.spec.nbytes):>10}  {kind} {place}"
+                f"  {x.path:<{width}}  {x.spec!s:<24} {_size(x.spec.nbytes):>10}{where}  "
+                f"{kind} {place}"
             )
         return "\n".join(line.rstrip() for line in lines)
+
+    def _mesh_lines(self) -> list[str]:
+        if not self.mesh:
+            return []
+        return [f"mesh {self.mesh}: {_size(self.device_state_bytes)} of state on each device"]
 
 
 def _size(n: int) -> str:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from funcacc import loops, trees
-from funcacc.accumulate import Microbatch, WindowInputs, run_window
+from funcacc.accumulate import WindowInputs, run_window
 from funcacc.capture import ops
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph
 from funcacc.capture.trace import capture
 from funcacc.errors import ModelError
+from funcacc.microbatch import Microbatch
 from funcacc.optimizers.update import Update, apply
 from funcacc.options import Options
+from funcacc.plan import Plan
 from funcacc.types import PyTree, TensorSpec
 
 
@@ -108,13 +110,15 @@ class Step(NamedTuple):
     output: trees.TreeSpec
 
 
-def trace_step(layout: Layout, m: Microbatch, update: Update | None, options: Options) -> Step:
+def trace_step(
+    layout: Layout, m: Microbatch, update: Update | None, options: Options, plan: Plan
+) -> Step:
     """Trace the whole step.
 
     The order inside is: mean gradient, global norm (reported), `clip_norm`, `clip_value`,
     `grad_transform`, finite check, optimizer update, selection of the old state when the
     window is skipped. Without an `update` the step ends before the finite check, and its
-    output is `Accumulated`.
+    output is `Accumulated`. State leaves as `plan` says that it lies.
     """
     found: list[trees.TreeSpec] = []
 
@@ -133,19 +137,20 @@ def trace_step(layout: Layout, m: Microbatch, update: Update | None, options: Op
             _cast({n: every[n] for n in m.frozen}, options.compute_dtype),
             {**buffers, **constants},
             key,
-            list(it),
+            dict(zip(layout.window_paths, it, strict=True)),
             trips,
         )
-        window = run_window(tracing, m, inputs, options.accumulate_dtype)
+        window = run_window(tracing, m, inputs, options.accumulate_dtype, plan)
         grads, norm = _shape_gradients(window.grads, every, options)
         # The key advances by itself, also when the window is skipped.
         next_key = ops.fold_in(key, torch.full((), -1, dtype=torch.int32))
         after = [window.buffers[n] for n in layout.buffers]
         if update is None:
+            grads = {n: plan.pin(f"params[{n!r}]", g) for n, g in grads.items()}
             result = Accumulated(window.loss, grads, window.aux, norm, window.weight)
             leaves, spec = trees.flatten(result)
             found[:] = [spec]
-            return [*after, next_key, count + 1, *leaves]
+            return [*_pinned(plan, layout, [*after, next_key, count + 1]), *leaves]
         new_params, new_state = apply(tracing, update, params, grads, state, numbers)
         old = [*params.values(), *buffers.values(), *state.values(), count]
         new = [
@@ -161,7 +166,7 @@ def trace_step(layout: Layout, m: Microbatch, update: Update | None, options: Op
         output = StepOutput(window.loss, window.aux, norm, window.weight, skipped)
         leaves, spec = trees.flatten(output)
         found[:] = [spec]
-        return [*new[:-1], next_key, new[-1], *leaves]
+        return [*_pinned(plan, layout, [*new[:-1], next_key, new[-1]]), *leaves]
 
     specs, names = layout.signature()
     graph = capture(fn, specs, names)
@@ -203,6 +208,11 @@ def trace_steps(step: Step, layout: Layout, steps: int) -> Step:
     count = TensorSpec((), torch.int32)
     graph = capture(fn, [*specs[: n + num_read], *each, count], [*names, "number of steps"])
     return Step(graph, step.output)
+
+
+def _pinned(plan: Plan, layout: Layout, state: Sequence[Tensor]) -> list[Tensor]:
+    _, names = layout.signature()
+    return list(map(plan.pin, names[: layout.num_state], state))
 
 
 def _cast(values: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

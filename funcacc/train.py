@@ -19,6 +19,7 @@ from funcacc.errors import StateError
 from funcacc.optimizers import adopt
 from funcacc.optimizers.update import Adopted
 from funcacc.options import Options, checked_seed
+from funcacc.plan import mesh_of
 from funcacc.programs import Compiled, Programs
 from funcacc.report import Leaf, Report
 from funcacc.several import Scheduler
@@ -57,6 +58,9 @@ class TrainStep:
         steps_per_call: how many optimizer steps `run` puts into one dispatch.
         seed: of the random key; `None` takes `torch.initial_seed()`.
         donate: `False` keeps old buffers alive, for debugging.
+        mesh: of devices, as `funcacc.sharding.mesh` makes it; `None` takes the process's.
+        batch_axis: the mesh axis, or a tuple of them, that batches are cut over; `None` takes
+            those called ``data`` and ``fsdp``.
 
     Raises:
         FuncaccError: for a model or optimizer that a step can't be made of.
@@ -80,6 +84,7 @@ class TrainStep:
         engine: str = "auto",
         seed: int | None = None,
         donate: bool = True,
+        mesh: Any = None,
         **options: Any,
     ) -> None:
         self._model: Callable[[], nn.Module | None] = lambda: model
@@ -87,7 +92,7 @@ class TrainStep:
         self.options = Options.of(options)
         self.donate = donate
         device = inspection.device_of(model)
-        self._engine = get_engine(engine, device)
+        self._engine = get_engine(engine, device, mesh)
         self._adopted = adopt(opt, models.names(model))
         start = rng.key(checked_seed(seed))
         self._rng = self._engine.put(start)
@@ -96,7 +101,10 @@ class TrainStep:
         self._report = Report(
             self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
         )
-        self._programs = Programs(self._engine, loss_fn, self.options, donate, self._report)
+        mesh_used = mesh_of(self._engine, self.options.batch_axis)
+        self._programs = Programs(
+            self._engine, loss_fn, self.options, donate, self._report, mesh_used
+        )
         self._calls = Calls(lambda: self.model, self._adopted, self._engine, self._programs)
         self._noted: list[Program] = []
         self._owned: tuple[list[Tensor], list[Any]] = [], []
@@ -157,13 +165,14 @@ class TrainStep:
     def _run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
         """Dispatch, and let the user's tensors have the new values."""
         compiled, targets = call.compiled, self._targets(call)
-        values = [*targets, *call.read, *map(self._engine.move, (*inputs, *call.captured))]
+        moved = map(self._engine.move, (*inputs, *call.captured), call.places)
+        values = [*targets, *call.read, *moved]
         self._engine.settle()
         first_run = compiled.program not in self._noted
         before = self._engine.addresses(targets) if first_run and self.donate else None
         outputs = compiled.program(values)
         if first_run:
-            self._note_program(compiled, before, outputs)
+            self._note_program(compiled, before, targets, outputs)
         n = compiled.layout.num_state
         self._engine.assign(targets, outputs[:n])
         self._owned = targets, storages(targets)
@@ -274,21 +283,29 @@ class TrainStep:
             self._engine.own(list(new.values()), [t for t in targets if id(t) not in new])
 
     def _note_program(
-        self, compiled: Compiled, before: list[int] | None, outputs: Sequence[Tensor]
+        self,
+        compiled: Compiled,
+        before: list[int] | None,
+        targets: Sequence[Tensor],
+        outputs: Sequence[Tensor],
     ) -> None:
         self._noted.append(compiled.program)
         self._report.compiles += 1
         self._report.seconds["compile"] += compiled.program.seconds["compile"]
         n = compiled.layout.num_state
         self._report.num_state = n
+        self._report.mesh = str(compiled.plan.mesh or "")
         graph = compiled.step.graph
         after = self._engine.addresses(outputs[:n]) if before else []
+        gone = self._engine.consumed(targets) if self.donate else [False] * n
+        plan = compiled.plan
         self._report.leaves = [
             Leaf(
                 path,
                 spec,
-                donated=self.donate and i < n,
+                donated=i < n and gone[i],
                 in_place=before[i] == after[i] if before and i < n else None,
+                **plan.account(path, len(spec.shape)),
             )
             for i, (path, spec) in enumerate(zip(graph.names, graph.inputs, strict=True))
         ]

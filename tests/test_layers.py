@@ -7,6 +7,7 @@ PACKAGE = Path(__file__).parents[1] / "funcacc"
 
 ORDER = [
     "types",
+    "placement",
     "errors",
     "trees",
     "rng",
@@ -40,6 +41,7 @@ ORDER = [
     "engines.base",
     "engines.eager",
     "engines.xla.private",
+    "engines.xla.mesh",
     "engines.xla.natives",
     "engines.xla.lower",
     "engines.xla",
@@ -56,6 +58,8 @@ ORDER = [
     "stages",
     "jit",
     "default_loss",
+    "plan",
+    "microbatch",
     "accumulate",
     "state",
     "options",
@@ -66,6 +70,7 @@ ORDER = [
     "train",
     "one_line",
     "gradients",
+    "sharding",
     "",
     "cli",
 ]

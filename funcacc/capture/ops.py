@@ -101,3 +101,10 @@ remat = _define(
     lambda x, after: torch.empty_like(x),
 )
 """`x`, but not before `after` is there, and never taken for the same value as `x`."""
+
+pin = _define(
+    "pin(Tensor x, str placement) -> Tensor",
+    lambda x, placement: x.clone(),
+    lambda x, placement: torch.empty_like(x),
+)
+"""`x`, lying over a mesh as a `funcacc.placement.Placement` says, where there is one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,31 +56,44 @@ def _xla_info() -> EngineInfo:
     return EngineInfo(True, "", "")
 
 
-def get_engine(name: str, device: torch.device) -> Engine:
+def get_engine(name: str, device: torch.device, mesh: Any = None) -> Engine:
     """The engine called `name` for tensors on `device`.
 
     Args:
         name: ``"auto"``, ``"eager"`` or ``"xla"``.
         device: where the model is; ``"auto"`` goes by it.
+        mesh: of devices behind `device`, in the engine's own form; `None` takes the one that was
+            made global in the process, if any.
 
     Raises:
         EngineError: for an unknown or missing engine, or a device it doesn't serve.
     """
     if name == "auto":
         name = "xla" if device.type == "xla" else "eager"
-    if name not in engines():
-        raise EngineError(f"there is no engine {name!r}; choose from 'auto', 'eager', 'xla'")
-    info = engines()[name]
-    if not info.installed:
-        raise EngineError(f"engine {name!r}: {info.reason}; install it by: {info.install}")
+    require(name)
     if (name == "xla") != (device.type == "xla"):
         cure = 'model.to(funcacc.device("xla"))' if name == "xla" else 'engine="xla"'
         raise EngineError(f"engine {name!r} can't run tensors on {device}; use {cure}")
     if name == "xla":
         from funcacc.engines.xla import XlaEngine
 
-        return XlaEngine(device)
+        return XlaEngine(device, mesh)
+    if mesh is not None:
+        raise EngineError(f'engine {name!r} runs on one device; leave mesh out, or use "xla"')
     return EagerEngine(device)
+
+
+def require(name: str) -> None:
+    """Make sure that an engine can be used.
+
+    Raises:
+        EngineError: for an unknown or missing one, with the command that installs it.
+    """
+    if name not in engines():
+        raise EngineError(f"there is no engine {name!r}; choose from 'auto', 'eager', 'xla'")
+    info = engines()[name]
+    if not info.installed:
+        raise EngineError(f"engine {name!r}: {info.reason}; install it by: {info.install}")
 
 
 def device(engine: str = "auto") -> torch.device:

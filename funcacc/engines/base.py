@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funcacc.capture.graph import Graph
+from funcacc.placement import Placement
 
 
 class Program(Protocol):
@@ -49,20 +50,41 @@ class Engine(Protocol):
     Attributes:
         name: as in the option ``engine=``.
         device: where its tensors are.
+        axes: name and size of each axis of the mesh of devices behind `device`; empty where
+            that is one device.
     """
 
     name: str
     device: torch.device
+    axes: dict[str, int]
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` on the device in a buffer that nothing else refers to."""
+    def put(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
+        """A copy of `tensor` on the device in a buffer that nothing else refers to.
+
+        Args:
+            tensor: of any device.
+            placement: on the mesh; `None` puts all of it on each device.
+        """
         ...
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def move(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
         """`tensor` on the device, for reading only; may be `tensor` itself.
 
-        In any thread, while another one runs programs.
+        In any thread, while another one runs programs, unless it is on the device already and
+        placed otherwise. `None` leaves it as it lies.
         """
+        ...
+
+    def placements(self, tensors: Sequence[Tensor]) -> list[Placement]:
+        """How device tensors lie over the mesh.
+
+        Raises:
+            EngineError: for a tensor that lies over another mesh.
+        """
+        ...
+
+    def place(self, tensors: Sequence[Tensor], placements: Sequence[Placement]) -> None:
+        """Let device tensors lie over the mesh like this; objects and aliases stay."""
         ...
 
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
@@ -109,5 +131,12 @@ class Engine(Protocol):
         ...
 
     def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Where the buffers of these tensors lie, for proving that donation took place."""
+        """Where the buffers of these tensors lie, for proving that donation took place.
+
+        Empty where the engine can't tell: on a mesh.
+        """
+        ...
+
+    def consumed(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Whether a program has taken the buffers of these inputs, for proving donation."""
         ...

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcacc.capture.graph import Graph
 from funcacc.capture.passes import place
+from funcacc.placement import Placement
 
 
 class EagerProgram:
@@ -49,14 +50,22 @@ class EagerEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.axes: dict[str, int] = {}
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def put(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
         """A clone on the device."""
         return tensor.detach().to(self.device, copy=True)
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def move(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
         """The tensor on the device."""
         return tensor.detach().to(self.device)
+
+    def placements(self, tensors: Sequence[Tensor]) -> list[Placement]:
+        """One device has all of each."""
+        return [Placement.whole(t.ndim) for t in tensors]
+
+    def place(self, tensors: Sequence[Tensor], placements: Sequence[Placement]) -> None:
+        """Nothing to do on one device."""
 
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Separate tensors that share memory, which in-place writing would mix up."""
@@ -89,3 +98,7 @@ class EagerEngine:
     def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
         """The data pointers."""
         return [t.data_ptr() for t in tensors]
+
+    def consumed(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Always: donated tensors are written in place."""
+        return [True] * len(tensors)

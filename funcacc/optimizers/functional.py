@@ -92,10 +92,12 @@ class FunctionalOptimizer:
         tensors = trees.map_tree(torch.as_tensor, made)
         return Created({"state": tensors, "reached": list(reached)}, [])
 
-    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
+    def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Keep the state, on the device."""
         if created.entries:
-            self.state = trees.map_tree(put, created.entries["state"])
+            leaves, spec = trees.flatten(created.entries["state"])
+            paths = trees.paths(created.entries["state"], _ROOT)
+            self.state = trees.unflatten(spec, list(map(put, paths, leaves)))
             self.reached = created.entries["reached"]
 
     def own_state(self) -> dict[str, Tensor]:
@@ -184,7 +186,7 @@ class GradientsOnly:
         """Nothing is missing."""
         return Created({}, [])
 
-    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
+    def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Nothing to keep."""
 
     def own_state(self) -> dict[str, Tensor]:

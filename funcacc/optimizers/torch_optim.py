@@ -226,11 +226,14 @@ class TorchOptimizers:
                 born.append(name)
         return Created(entries, born)
 
-    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
+    def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Give the optimizer the state that was missing."""
         for name, entries in created.entries.items():
             m = self.members[name]
-            on_device = {k: put(v) if isinstance(v, Tensor) else v for k, v in entries.items()}
+            on_device = {
+                k: put(f"opt_state[{name!r}][{k!r}]", v) if isinstance(v, Tensor) else v
+                for k, v in entries.items()
+            }
             self.optimizers[m.opt].state[m.param] = on_device
         self._found = None
 

@@ -159,8 +159,8 @@ class Adopted(Protocol):
     ) -> Update:
         """Trace the step for the parameters that have a gradient."""
 
-    def install(self, created: Created, put: Callable[[Tensor], Tensor]) -> None:
-        """Give the optimizer the state that was missing, on the device."""
+    def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
+        """Give the optimizer the state that was missing; `put` takes a leaf and its path."""
 
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Do on the host what a step does there: counts, hooks.

@@ -5,33 +5,44 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcacc.capture.graph import Graph
 from funcacc.engines.xla import private
-from funcacc.engines.xla.lower import check_operations, lower
+from funcacc.engines.xla.lower import Target, check_operations, lower
+from funcacc.engines.xla.mesh import DeviceMesh
+from funcacc.errors import EngineError
+from funcacc.placement import Placement
 
 private.copy_into_fresh_buffers()
+
+
+class _Compiled(NamedTuple):
+    """A cached program of torch_xla, and how the graph's order becomes its own and back."""
+
+    hash: Any
+    inputs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class XlaProgram:
     """A cached program of torch_xla with its inputs and outputs in the graph's order."""
 
-    def __init__(self, graph: Graph, donate: int, device: torch.device) -> None:
+    def __init__(self, graph: Graph, donate: int, target: Target) -> None:
         check_operations(graph)
         self.graph = graph
         self.donate = donate
-        self.device = device
+        self.device = target.device
         start = time.perf_counter()
-        self.computation = lower(graph, "step", device)
+        self.computation = lower(graph, "step", target)
         self.seconds = {"lower": time.perf_counter() - start, "compile": 0.0}
-        self._hash: object = None
-        self._inputs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
-        self._outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
+        # By the shardings of the inputs, which a replay doesn't look at.
+        self._compiled: dict[tuple[str, ...], _Compiled] = {}
 
-    def _compile(self, values: Sequence[Tensor]) -> None:
+    def _compile(self, values: Sequence[Tensor]) -> _Compiled:
         start = time.perf_counter()
         try:
             pending = private.user_computation("funcacc_step", values, self.computation)
@@ -42,27 +53,33 @@ class XlaProgram:
             slots = [*first, *range(self.donate, len(pending))]
             roots = [pending[i] for i in slots]
             with private.donation(values[: self.donate]):
-                self._hash = private.compile_cached(roots)
-            self._inputs = _picking(order)
-            self._outputs = _picking(sorted(range(len(slots)), key=slots.__getitem__))
+                found = private.compile_cached(roots)
         finally:
             private.clear_pending(self.device)
-        self.seconds["compile"] = time.perf_counter() - start
+        self.seconds["compile"] += time.perf_counter() - start
+        places = sorted(range(len(slots)), key=slots.__getitem__)
+        return _Compiled(found, _picking(order), _picking(places))
 
     def prepare(self) -> None:
-        """Compile with placeholders in place of the inputs."""
-        if self._hash is None:
+        """Compile with placeholders in place of the inputs.
+
+        Not for several devices: placeholders can't be sharded.
+        """
+        if not self._compiled and not private.sharded():
             private.sync()
             private.wait()
-            self._compile([private.placeholder(s.shape, s.dtype) for s in self.graph.inputs])
+            holders = [private.placeholder(s.shape, s.dtype) for s in self.graph.inputs]
+            self._compiled[()] = self._compile(holders)
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Dispatch; the first call compiles, without running anything before."""
-        if self._hash is None:
+        shardings = tuple(private.sharding_texts(values)) if private.sharded() else ()
+        compiled = self._compiled.get(shardings)
+        if compiled is None:
             private.wait()
-            self._compile(values)
-        results = private.run_cached(self._hash, self._inputs(values))
-        return list(self._outputs(results))
+            compiled = self._compiled[shardings] = self._compile(values)
+        results = private.run_cached(compiled.hash, compiled.inputs(values))
+        return list(compiled.outputs(results))
 
     def text(self) -> str:
         """HLO before optimisation."""
@@ -97,19 +114,49 @@ class XlaEngine:
 
     name = "xla"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mesh: Any = None) -> None:
+        if mesh is not None and not private.sharded():
+            raise EngineError(
+                "a mesh of devices needs torch_xla.runtime.use_spmd(), which comes first in a "
+                "program, before anything is on a device; call it there"
+            )
         self.device = device
+        self._sharded = private.sharded()
+        mesh = private.global_mesh() if mesh is None else mesh
+        self._mesh = None if mesh is None else DeviceMesh(mesh)
+        self.axes = {} if self._mesh is None else dict(self._mesh.sizes)
         self._settled = -1
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def put(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
         """Upload into a fresh buffer; a device tensor goes by way of the host."""
-        return private.device_data(tensor.detach().cpu(), self.device)
+        host, cut = tensor.detach().cpu(), None
+        if self._mesh is not None and placement is not None:
+            cut = self._mesh.upload(host, placement)
+        return private.device_data(host, self.device, cut)
 
-    def move(self, tensor: Tensor) -> Tensor:
+    def move(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
         """Upload at once, if it isn't on the device; nothing is left pending."""
-        if tensor.device.type == "xla":
+        if tensor.device.type != "xla":
+            return self.put(tensor, placement)
+        if self._mesh is None or placement in (None, *self.placements([tensor])):
             return tensor
-        return private.device_data(tensor.detach().cpu(), self.device)
+        return private.copies([tensor], [self._mesh.sharding(placement)])[0]
+
+    def placements(self, tensors: Sequence[Tensor]) -> list[Placement]:
+        """From the tensors' shardings; one without has all on each device."""
+        if self._mesh is None:
+            return [Placement.whole(t.ndim) for t in tensors]
+        texts = private.sharding_texts(tensors)
+        return [self._mesh.read(s, t.ndim) for s, t in zip(texts, tensors, strict=True)]
+
+    def place(self, tensors: Sequence[Tensor], placements: Sequence[Placement]) -> None:
+        """Exchange buffers for copies that lie otherwise."""
+        if self._mesh is None:
+            return
+        now = zip(tensors, placements, self.placements(tensors), strict=True)
+        moving = [(t, self._mesh.sharding(wanted)) for t, wanted, found in now if wanted != found]
+        for t, sharding in moving:
+            private.rebind_all([t], private.copies([t], [sharding]))
 
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Replace all buffers: which of them somebody else holds too can't be found out."""
@@ -119,14 +166,14 @@ class XlaEngine:
         for t in small:
             private.rebind(t, self.put(t))
         for group in _groups([t for t in tensors if t.numel() > 1]):
-            private.rebind_all(group, private.copies(group))
+            private.rebind_all(group, private.copies(group, private.op_shardings(group)))
 
     def compile(self, graph: Graph, donate: int) -> XlaProgram:
         """Lower now; compile at the first call, which has the inputs."""
         try:
             private.sync()
             private.wait()
-            return XlaProgram(graph, donate, self.device)
+            return XlaProgram(graph, donate, Target(self.device, self._mesh))
         finally:
             private.clear_pending(self.device)
 
@@ -137,6 +184,11 @@ class XlaEngine:
 
     def settle(self) -> None:
         """Materialise what is pending, if anything may be."""
+        if self._sharded != private.sharded():
+            raise EngineError(
+                "SPMD was switched on after this program was made for one device; call "
+                "torch_xla.runtime.use_spmd() first in the program, before anything is on a device"
+            )
         if private.tensors_made_elsewhere() != self._settled:
             private.sync()
 
@@ -145,6 +197,12 @@ class XlaEngine:
         private.wait()
 
     def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Buffer addresses, once the device has finished."""
+        """Buffer addresses, once the device has finished; none for sharded buffers."""
         private.wait()
-        return private.addresses(tensors)
+        return [] if private.sharded() else private.addresses(tensors)
+
+    def consumed(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Whether the old buffers are gone; reads those that aren't."""
+        # A sharded program runs in the background; looking meanwhile crashes.
+        private.wait()
+        return list(map(private.consumed, tensors))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla.core.xla_builder as xb
@@ -13,7 +13,9 @@ from torch import Tensor, fx
 from funcacc.capture import ops
 from funcacc.capture.graph import Graph, find
 from funcacc.engines.xla import natives, private
+from funcacc.engines.xla.mesh import DeviceMesh
 from funcacc.errors import EngineError
+from funcacc.placement import Placement
 from funcacc.types import TensorSpec
 
 aten = torch.ops.aten
@@ -43,12 +45,24 @@ def check_operations(graph: Graph) -> None:
         check_operations(part)
 
 
-def lower(graph: Graph, name: str, device: torch.device) -> Any:
+class Target(NamedTuple):
+    """What a graph is lowered for.
+
+    Attributes:
+        device: torch_xla's.
+        mesh: behind it, where there are several.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+
+def lower(graph: Graph, name: str, target: Target) -> Any:
     """The computation of `graph`: one parameter an input, and a tuple of the outputs."""
     with private.embedded_constants(), torch.no_grad():
         holders = [private.placeholder(s.shape, s.dtype) for s in graph.inputs]
         # User graphs get clones: the mapping of parameters is by the holders themselves.
-        results = _interpret(graph, [h.clone() for h in holders], device)
+        results = _interpret(graph, [h.clone() for h in holders], target)
         index = {node: i for i, node in enumerate(graph.placeholders)}
         computed = [r for r, n in zip(results, graph.results, strict=True) if n not in index]
         inner, numbers = None, [None] * len(holders)
@@ -67,7 +81,8 @@ def lower(graph: Graph, name: str, device: torch.device) -> Any:
     return natives.build(name, shapes, fn)
 
 
-def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list[Tensor]:
+def _interpret(graph: Graph, inputs: list[Tensor], target: Target) -> list[Tensor]:
+    device = target.device
     env: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
     for node in graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
@@ -82,7 +97,7 @@ def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list
             # A boolean constant would become a tensor outside the program.
             env[node] = torch.full(args[0], int(args[1]), dtype=torch.int32, device=device) != 0
         elif native:
-            env[node] = native(device, *args, **kwargs)
+            env[node] = native(target, *args, **kwargs)
         elif node.target is operator.getitem:
             env[node] = args[0][args[1]]
         else:
@@ -91,14 +106,14 @@ def _interpret(graph: Graph, inputs: list[Tensor], device: torch.device) -> list
 
 
 def _loop(
-    device: torch.device, cond: int, body: int, carry: list[Tensor], consts: list[Tensor]
+    target: Target, cond: int, body: int, carry: list[Tensor], consts: list[Tensor]
 ) -> list[Tensor]:
     def shapes(tensors: list[Tensor]) -> list[Any]:
         return [natives.shape_of(tuple(t.shape), t.dtype) for t in tensors]
 
     computation = natives.while_loop(
-        lower(find(cond), "condition", device),
-        lower(find(body), "body", device),
+        lower(find(cond), "condition", target),
+        lower(find(body), "body", target),
         shapes(carry),
         shapes(consts),
     )
@@ -109,11 +124,11 @@ def _one(name: str, inputs: list[Tensor], computation: Any) -> Tensor:
     return private.user_computation(f"funcacc_{name}", inputs, computation)[0]
 
 
-def _take(device: torch.device, xs: Tensor, index: Tensor) -> Tensor:
+def _take(target: Target, xs: Tensor, index: Tensor) -> Tensor:
     return _one("take", [xs, index], natives.take(*TensorSpec.of(xs), index.dtype))
 
 
-def _put(device: torch.device, xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
+def _put(target: Target, xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
     return _one("put", [xs, index, x], natives.put(*TensorSpec.of(xs), index.dtype))
 
 
@@ -121,7 +136,7 @@ def _scaled_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``beta * x + alpha * (a @ b)``; torch_xla's kernel goes to the host unless both are 1."""
 
     def run(
-        device: torch.device, x: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1
+        target: Target, x: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1
     ) -> Tensor:
         scaled = product(a, b) if alpha == 1 else alpha * product(a, b)
         if beta == 0:
@@ -131,22 +146,29 @@ def _scaled_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _remat(device: torch.device, x: Tensor, after: Tensor) -> Tensor:
+def _remat(target: Target, x: Tensor, after: Tensor) -> Tensor:
     return _one("remat", [x, after], natives.remat(*TensorSpec.of(x), *TensorSpec.of(after)))
+
+
+def _pin(target: Target, x: Tensor, placement: str) -> Tensor:
+    if target.mesh is None:
+        return x
+    return private.annotated(x, target.mesh.sharding(Placement.parse(placement)))
 
 
 _NATIVE: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _scaled_product(torch.mm),
     aten.baddbmm.default: _scaled_product(torch.bmm),
-    ops.call: lambda device, serial, inputs: _interpret(find(serial), inputs, device),
+    ops.call: lambda target, serial, inputs: _interpret(find(serial), inputs, target),
     ops.loop: _loop,
     ops.take: _take,
     ops.put: _put,
+    ops.pin: _pin,
     ops.remat: _remat,
-    ops.fold_in: lambda device, key, data: _one(
+    ops.fold_in: lambda target, key, data: _one(
         "fold_in", [key, data], natives.fold_in(data.dtype)
     ),
-    ops.random_bits: lambda device, key, stream, shape: _one(
+    ops.random_bits: lambda target, key, stream, shape: _one(
         "random_bits", [key], natives.random_bits(stream, tuple(shape))
     ),
 }

@@ -16,7 +16,11 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from torch import Tensor
+
+from funcacc.errors import EngineError
 
 _C = torch_xla._XLAC
 
@@ -143,11 +147,91 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [_C._unsafe_buffer_pointer(t) for t in tensors]
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in buffers of their own, which clones get at the next sync only."""
+def device_count() -> int:
+    """Devices of all processes."""
+    return int(xr.global_runtime_device_count())
+
+
+def switch_spmd_on() -> None:
+    """Compile for a mesh of devices from now on.
+
+    Raises:
+        EngineError: when there is something on a device already: torch_xla would have to
+            replicate it, and what was compiled for one device would go wrong.
+    """
+    if sharded():
+        return
+    if _C._xla_get_spmd_config_is_locked():
+        raise EngineError(
+            "SPMD can't be switched on any more, since something is on an XLA device or has asked "
+            "for one; call funcacc.sharding.mesh(...) (or torch_xla.runtime.use_spmd()) first "
+            "in the program"
+        )
+    xr.use_spmd()
+
+
+def global_mesh() -> xs.Mesh | None:
+    """The mesh that was made global in the process."""
+    return xs.get_global_mesh() if sharded() else None
+
+
+def upload_sharding(tensor: Tensor, mesh: xs.Mesh, spec: tuple[Any, ...]) -> Any:
+    """How a host tensor is cut when it is uploaded.
+
+    `ShardingSpec` does the same, but takes a vector cut over one of several axes for cut over
+    all of them.
+    """
+    if not spec:
+        return None
+    tiles, groups, copies, kind = mesh._get_op_sharding_args(spec)
+    return _C.XlaShardingSpec(tensor, tiles, groups, copies, kind, False)
+
+
+def op_shardings(tensors: Sequence[Tensor]) -> list[Any]:
+    """For each tensor its sharding as an object, or None."""
+    return list(map(_C._get_xla_op_sharding, tensors))
+
+
+def copies(tensors: Sequence[Tensor], shardings: Sequence[Any]) -> list[Tensor]:
+    """Copies in buffers of their own, which clones get at the next sync only.
+
+    Args:
+        tensors: to be copied.
+        shardings: for each copy how it is to lie over the mesh; None leaves it to XLA.
+    """
     made = [t.detach().clone() for t in tensors]
+    for copy, sharding in zip(made, shardings, strict=True):
+        if sharding is not None:
+            _C._xla_annotate_custom_sharding(copy, sharding)
     sync()
     return made
+
+
+def annotated(tensor: Tensor, sharding: Any) -> Tensor:
+    """A pending tensor that lies over the mesh like this."""
+    # The annotation is in place, and on a placeholder it would stand outside the program.
+    copy = tensor.detach().clone()
+    _C._xla_annotate_custom_sharding(copy, sharding)
+    return copy
+
+
+def sharded() -> bool:
+    """Whether the process compiles for a mesh of devices."""
+    return bool(xr.is_spmd())
+
+
+def sharding_texts(tensors: Sequence[Tensor]) -> list[str]:
+    """The shardings of device tensors in XLA's words; empty for those that have none."""
+    return list(map(_C._get_xla_sharding_spec, tensors))
+
+
+def consumed(tensor: Tensor) -> bool:
+    """Whether a donation has taken this tensor's buffer, so that it has no value any more."""
+    try:
+        _C._get_local_shards([tensor])
+    except RuntimeError:
+        return True
+    return False
 
 
 def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
@@ -170,8 +254,8 @@ def copy_into_fresh_buffers() -> None:
         _library.impl("copy", _copy, "XLA")
 
 
-def device_data(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor in a fresh device buffer, at once.
+def device_data(tensor: Tensor, device: torch.device, sharding: Any = None) -> Tensor:
+    """A host tensor in a fresh device buffer, at once; cut as an `XlaShardingSpec` says.
 
     What ``.to(device)`` makes is a host tensor until something needs its buffer. A sync takes
     up all such tensors of the process: one that another thread is making goes wrong then
@@ -180,7 +264,8 @@ def device_data(tensor: Tensor, device: torch.device) -> Tensor:
     """
     global _made_by_us
     with _making:
-        made: Tensor = _C._xla_tensors_from_aten([tensor], [str(device)], None)[0]
+        cut = None if sharding is None else [sharding]
+        made: Tensor = _C._xla_tensors_from_aten([tensor], [str(device)], cut)[0]
         _made_by_us += 1
     return made
 

@@ -1,0 +1,62 @@
+"""Training on a mesh of 8 virtual devices.
+
+The number of devices and SPMD are properties of a process, so the checks run in one of their own;
+here each has a test that reports it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = (ROOT / "tests" / "mesh_checks.py").read_text()
+NAMES = re.findall(r"^@check\ndef (\w+)", SOURCE, re.MULTILINE)
+
+
+def child(*args):
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return subprocess.run(
+        [sys.executable, "-W", "error", *args], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each check said, by name."""
+    done = child("-m", "tests.mesh_checks")
+    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"name"')]
+    assert lines, done.stderr
+    # A process that crashes takes the checks after it along.
+    crash = f"the process ended with {done.returncode}:\n{done.stderr[-3000:]}"
+    return {name: crash for name in NAMES} | {x["name"]: x["failure"] for x in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_8_devices(results, name):
+    assert not results[name], results[name]
+
+
+def test_a_mesh_comes_first():
+    code = "import funcacc; funcacc.device('xla'); funcacc.sharding.mesh(data=8)"
+    assert "SPMD can't be switched on any more" in child("-c", code).stderr
+
+
+def test_a_step_made_before_spmd_is_refused():
+    code = """
+import warnings, torch, funcacc, torch_xla.runtime as xr
+model = torch.nn.Linear(2, 2).to(funcacc.device("xla"))
+step = funcacc.TrainStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
+step([torch.ones(8, 2)])
+warnings.simplefilter("ignore")
+xr.use_spmd()
+step([torch.ones(8, 2)])
+"""
+    assert (
+        "SPMD was switched on after this program was made for one device"
+        in child("-c", code).stderr
+    )
