@@ -82,18 +82,17 @@ def run_window(
     x = x._replace(trips=x.trips.clamp(max=capacity))
     captured = [tracing.tensors.admit(t) for t in m.graph.captured]
     scales = torch.ones(m.scales.shape, dtype=m.scales.dtype)
+    if plan.gather == "window":
+        x = x._replace(params=_gathered(plan, x.params), frozen=_gathered(plan, x.frozen))
     if len(m.coefficients) > 1:
         scales = _term_scales(m, x, captured, plan)
 
     def call(graph: Graph, i: Tensor, buffers: dict[str, Tensor]) -> list[Tensor]:
         return _call(graph, m, x, i, buffers, scales, captured, plan)
 
-    def pinned(kind: str, names: Sequence[str], values: Sequence[Tensor]) -> list[Tensor]:
-        return [plan.pin(f"{kind}[{n!r}]", v) for n, v in zip(names, values, strict=True)]
-
     grads = [_zeros(s, _acc_dtype(s.dtype, accumulate_dtype)) for s in outs[cut["grads"]]]
     zeros = {
-        "grads": pinned("params", m.reached, grads),
+        "grads": _kept(m, plan, "grads", grads),
         "totals": [_zeros(s, _sum_dtype(s.dtype)) for s in outs[cut["totals"]]],
         "weights": [_zeros(s, _sum_dtype(s.dtype)) for s in outs[cut["weights"]]],
         "aux": _aux_zeros(m, outs[cut["aux"]], capacity),
@@ -106,12 +105,16 @@ def run_window(
         out = call(m.graph, i, buffers)
         new = {k: _add(c[k], out[cut[k]]) for k in ("grads", "totals", "weights", "aux_weights")}
         new["aux"] = _aux_step(m, i, c["aux"], out[cut["aux"]], out[cut["aux_weights"]])
-        new["buffers"] = pinned("buffers", m.changed, out[cut["buffers"]])
-        new["grads"] = pinned("params", m.reached, new["grads"])
+        new |= {k: _kept(m, plan, k, new[k]) for k in ("grads", "totals", "weights")}
+        new["buffers"] = [
+            plan.pin(f"buffers[{n!r}]", b)
+            for n, b in zip(m.changed, out[cut["buffers"]], strict=True)
+        ]
         return new
 
     start = torch.zeros((), dtype=torch.int32)
     end = loops.fori_loop(start, x.trips, body, zeros)
+    end = {k: _added_up(m, plan, k, v) for k, v in end.items()}
     loss, grads = _normalise(m, end, outs[cut["totals"]])
     return WindowResult(
         loss,
@@ -132,10 +135,50 @@ def _call(
     captured: list[Tensor],
     plan: Plan,
 ) -> list[Tensor]:
-    weights = [plan.pin(f"params[{n!r}]", p) for n, p in {**x.params, **x.frozen}.items()]
-    inputs = [*weights, *(buffers[n] for n in m.buffers)]
-    batch = [plan.pin_batch(ops.take(leaf, i), path) for path, leaf in x.batch.items()]
-    return list(ops.call(graph.serial, [*inputs, ops.fold_in(x.key, i), scales, *batch, *captured]))
+    weights = {**x.params, **x.frozen}
+    batch = {path: ops.take(leaf, i) for path, leaf in x.batch.items()}
+    scattered = [n for n in weights if plan.scattered(f"params[{n!r}]")]
+    if scattered and plan.gather == "microbatch":
+        # What is equal for all microbatches would be gathered before the loop, and stay.
+        held = ops.hold([*(weights[n] for n in scattered), *batch.values()])
+        weights.update(zip(scattered, held, strict=False))
+        batch = dict(zip(batch, held[len(scattered) :], strict=True))
+    inputs = [*_gathered(plan, weights).values(), *(buffers[n] for n in m.buffers)]
+    batch = {path: plan.pin_batch(leaf, path) for path, leaf in batch.items()}
+    return list(
+        ops.call(graph.serial, [*inputs, ops.fold_in(x.key, i), scales, *batch.values(), *captured])
+    )
+
+
+def _gathered(plan: Plan, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: plan.pin_gathered(f"params[{n!r}]", w) for n, w in weights.items()}
+
+
+def _kept(m: Microbatch, plan: Plan, kind: str, values: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of one kind, lying where they stay during the loop."""
+    out, first = [], m.slices()[kind].start
+    for i, v in enumerate(values):
+        path = f"params[{m.reached[i]!r}]" if kind == "grads" else ""
+        if first + i in m.opened:
+            v = plan.pin_parts(path, v)
+        elif path:
+            v = plan.pin(path, v)
+        out.append(v)
+    return out
+
+
+def _added_up(m: Microbatch, plan: Plan, kind: str, values: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of one kind after the loop, with their parts added up."""
+    out, first = [], m.slices()[kind].start
+    for i, v in enumerate(values):
+        if first + i in m.opened:
+            # A stack has a row for each microbatch before the parts.
+            stacked = kind == "aux" and m.reductions[i] is Stack
+            v = v.sum(1 if stacked else 0, dtype=v.dtype)
+        if kind == "grads":
+            v = plan.pin(f"params[{m.reached[i]!r}]", v)
+        out.append(v)
+    return out
 
 
 def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor], plan: Plan) -> Tensor:
@@ -161,6 +204,7 @@ def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor], plan: P
     start = torch.zeros((), dtype=torch.int32)
     state = [x.buffers[b] for b in m.changed] if evolving else []
     sums, _ = loops.fori_loop(start, x.trips, body, (zeros, state))
+    sums = _added_up(m, plan, "weights", sums)
     weights = torch.stack([w.to(m.scales.dtype) for w in sums])
     c = torch.tensor(m.coefficients, dtype=m.scales.dtype)
     return torch.where(weights > 0, c / torch.where(weights > 0, weights, 1.0), 0.0)

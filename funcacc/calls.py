@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from funcacc import model as models
@@ -36,6 +37,12 @@ class Call(NamedTuple):
     captured: list[Tensor]
     places: list[Placement | None]
 
+    def blank_inputs(self, engine: Engine) -> list[Tensor]:
+        """Zeros in the place of a window's inputs and of captured tensors."""
+        specs = self.compiled.step.graph.inputs[-len(self.places) :]
+        zeros = [torch.zeros(s.shape, dtype=s.dtype) for s in specs]
+        return list(map(engine.put, zeros, self.places))
+
 
 class Calls:
     """The calls that a step has made.
@@ -45,6 +52,9 @@ class Calls:
         opt: the optimizer.
         engine: the engine.
         programs: the programs that there are, and what makes others.
+
+    Attributes:
+        last: the latest call.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class Calls:
         self._programs = programs
         self._watch: Watch | None = None
         self._known: dict[Any, Call] = {}
+        self.last: Call
 
     def find(self, window: Window, steps: int | None = None) -> tuple[Call, bool]:
         """The call for a window, and whether it is a known one.
@@ -75,6 +86,7 @@ class Calls:
             return self.look(window, steps), False
         if not self._in_place(call):
             return self.look(window, steps), False
+        self.last = call
         return call, True
 
     def look(self, window: Window, steps: int | None = None) -> Call:
@@ -86,6 +98,7 @@ class Calls:
         same = self._watch is not None and self._watch.unchanged(model, opt.watched())
         self._known = {**(self._known if same else {}), self._place(window, steps): call}
         self._watch = Watch(model, opt.watched())
+        self.last = call
         return call
 
     def _place(self, window: Window, steps: int | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from funcacc import inspection, model, trees
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, select
+from funcacc.capture.open_sums import open_sums
 from funcacc.capture.random import noticing_host_draws
 from funcacc.capture.trace import capture
 from funcacc.default_loss import default_loss
 from funcacc.errors import CarryError, ModelError
 from funcacc.loss import Mean, split_aux, terms_and_aux
+from funcacc.plan import Plan
 from funcacc.types import LossFn, TensorSpec
 
 
@@ -42,6 +45,8 @@ class Microbatch:
         coefficients: one for each loss term.
         reductions: the kind of each aux leaf.
         aux: structure of the aux tree.
+        opened: outputs that are parts of a sum over the rows of the batch, along a leading
+            dimension.
     """
 
     trainable: list[str]
@@ -54,6 +59,7 @@ class Microbatch:
     coefficients: list[float] = field(default_factory=list)
     reductions: list[type] = field(default_factory=list)
     aux: trees.TreeSpec | None = None
+    opened: frozenset[int] = frozenset()
 
     def slices(self) -> dict[str, slice]:
         """Where each kind of output stands."""
@@ -205,3 +211,27 @@ def _drop_unchanged(m: Microbatch) -> None:
     keep = [i for i, n in enumerate(m.buffers) if results[at + i] is not inputs[n]]
     m.changed = [m.buffers[i] for i in keep]
     m.graph = select(m.graph, [*range(at), *(at + i for i in keep)])
+
+
+def open_sums_of(m: Microbatch, plan: Plan) -> Microbatch:
+    """The microbatch with sums over its rows left open, as far as the plan wants that.
+
+    Args:
+        m: as traced.
+        plan: which has the batches cut.
+    """
+    if plan.mesh is None or plan.mesh.rows == 1:
+        return m
+    at = m.slices()
+    wanted = [i for i, n in enumerate(m.reached) if plan.opens(f"params[{n!r}]")]
+    for kind in ("totals", "weights", "aux"):
+        wanted += range(at[kind].start, at[kind].stop)
+    first = len(m.trainable) + len(m.frozen) + len(m.buffers) + 2
+    cut = {
+        i: spec.shape[0]
+        for i, (name, spec) in enumerate(zip(m.graph.names, m.graph.inputs, strict=True))
+        if i >= first and plan.cut_by_rows("window" + name.removeprefix("batch"))
+    }
+    out = copy.copy(m)
+    out.graph, out.opened = open_sums(m.graph, cut, plan.mesh.rows, wanted)
+    return out

@@ -23,6 +23,7 @@ class Options(NamedTuple):
     skip_nonfinite: bool = False
     steps_per_call: int = 1
     batch_axis: str | tuple[str, ...] | None = None
+    gather: str = "microbatch"
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -75,6 +76,11 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps_per_call": (
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         "how many optimizer steps TrainStep.run puts into one dispatch, 1 or more",
+    ),
+    "gather": (
+        lambda value: value in ("microbatch", "window"),
+        "'microbatch' or 'window': how often parameters are gathered that lie in parts over the "
+        "batch axes",
     ),
     "batch_axis": (
         lambda value: value is None or isinstance(value, str) or _is_names(value),

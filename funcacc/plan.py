@@ -24,10 +24,13 @@ class Plan(NamedTuple):
     Attributes:
         mesh: of devices, or None for one device.
         leaves: by path; what isn't there is whole on each device.
+        gather: how often parameters are put together that are cut over the batch axes: for each
+            ``"microbatch"`` or once for the ``"window"``.
     """
 
     mesh: Mesh | None = None
     leaves: Mapping[str, Placement] = {}
+    gather: str = "microbatch"
 
     def of(self, path: str, rank: int) -> Placement:
         """Where a leaf lies, or one for each of several steps stacked."""
@@ -52,6 +55,43 @@ class Plan(NamedTuple):
         if self.mesh is None:
             return x
         pinned: Tensor = ops.pin(x, str(self.of(path, x.ndim)))
+        return pinned
+
+    def scattered(self, path: str) -> bool:
+        """Whether a leaf is cut over an axis that batches are cut over too."""
+        if self.mesh is None or path not in self.leaves:
+            return False
+        return bool(set(self.leaves[path].axes) & set(self.mesh.batch))
+
+    def cut_by_rows(self, path: str) -> bool:
+        """Whether each microbatch of a window's leaf has its rows cut over the batch axes."""
+        if self.mesh is None or path not in self.leaves:
+            return False
+        return self.leaves[path].dims[1:2] == (self.mesh.batch,)
+
+    def opens(self, path: str) -> bool:
+        """Whether the gradient of this parameter is added up only after the microbatches.
+
+        Each device then accumulates a gradient of its own for what it has of the parameter while
+        it computes.
+        """
+        if self.mesh is None or self.mesh.rows == 1:
+            return False
+        return self.gather == "window" or not self.scattered(path)
+
+    def pin_gathered(self, path: str, x: Tensor) -> Tensor:
+        """`x`, whole along the batch axes."""
+        if self.mesh is None:
+            return x
+        place = self.of(path, x.ndim).without(self.mesh.batch)
+        pinned: Tensor = ops.pin(x, str(place))
+        return pinned
+
+    def pin_parts(self, path: str, x: Tensor) -> Tensor:
+        """`x`, one part for each group of rows of a sum that is like the leaf of this path."""
+        assert self.mesh is not None
+        place = self.of(path, x.ndim - 1).without(self.mesh.batch).behind(self.mesh.batch)
+        pinned: Tensor = ops.pin(x, str(place))
         return pinned
 
     def pin_batch(self, x: Tensor, path: str) -> Tensor:

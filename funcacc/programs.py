@@ -17,12 +17,12 @@ from funcacc.batches import Window
 from funcacc.capture.context import autocast_state
 from funcacc.engines.base import Engine, Program
 from funcacc.errors import CarryError
-from funcacc.microbatch import Microbatch, Setting, trace_microbatch
+from funcacc.microbatch import Microbatch, Setting, open_sums_of, trace_microbatch
 from funcacc.optimizers.update import Adopted, Update
 from funcacc.options import Options
 from funcacc.placement import Mesh, Placement
 from funcacc.plan import Plan
-from funcacc.report import Report
+from funcacc.report import Leaf, Report
 from funcacc.step import Layout, Step, trace_step, trace_steps
 from funcacc.types import LossFn, TensorSpec
 
@@ -46,6 +46,29 @@ class Compiled(NamedTuple):
     layout: Layout
     update: Update
     plan: Plan
+
+    def note(self, report: Report, donated: Sequence[bool], in_place: Sequence[bool]) -> None:
+        """Enter this program into a report.
+
+        Args:
+            report: to be changed.
+            donated: for each state leaf, whether its buffer was taken.
+            in_place: likewise, whether it was found at its address; empty where nobody looked.
+        """
+        n, graph = self.layout.num_state, self.step.graph
+        report.compiles += 1
+        report.seconds["compile"] += self.program.seconds["compile"]
+        report.num_state, report.mesh, report.collectives = n, str(self.plan.mesh or ""), None
+        report.leaves = [
+            Leaf(
+                path,
+                spec,
+                donated=i < n and donated[i],
+                in_place=in_place[i] if in_place and i < n else None,
+                **self.plan.account(path, len(spec.shape)),
+            )
+            for i, (path, spec) in enumerate(zip(graph.names, graph.inputs, strict=True))
+        ]
 
 
 class Programs:
@@ -157,7 +180,8 @@ class Programs:
             return Plan()
         found = dict(key["sharding"])
         params = {**layout.params, **layout.frozen}
-        return Plan(self.mesh, {**found, **plans.follow(layout.opt_state, params, found)})
+        leaves = {**found, **plans.follow(layout.opt_state, params, found)}
+        return Plan(self.mesh, leaves, self.options.gather)
 
     def _build(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted
@@ -170,6 +194,7 @@ class Programs:
         update = opt.capture(specs, m.reached, created)
         layout = _layout(model, m, window, opt, update)
         plan = self._plan(key, layout)
+        m = open_sums_of(m, plan)
         step = trace_step(layout, m, update if opt.updates else None, self.options, plan)
         _check_state(layout, step)
         if key["steps per call"]:

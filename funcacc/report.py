@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from funcacc.types import TensorSpec
 
@@ -36,6 +37,20 @@ class Leaf:
         return self.spec.nbytes // self.parts
 
 
+class Collective(NamedTuple):
+    """Communication between devices.
+
+    Attributes:
+        kind: as XLA calls it, e.g. ``all-reduce``.
+        nbytes: bytes of its result on one device.
+        in_loop: whether it takes place for each microbatch (or each trip of another loop).
+    """
+
+    kind: str
+    nbytes: int
+    in_loop: bool
+
+
 @dataclass
 class Report:
     """The account of a `TrainStep`.
@@ -49,6 +64,7 @@ class Report:
         seconds: time spent so far in ``capture``, ``lower`` and ``compile``.
         num_state: how many of the leaves are state; they come first.
         mesh: names and sizes of its axes, as text; empty on one device.
+        collectives: communication of the latest program; None where that wasn't asked for.
     """
 
     engine: str
@@ -59,6 +75,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     num_state: int = 0
     mesh: str = ""
+    collectives: list[Collective] | None = None
 
     @property
     def state_leaves(self) -> int:
@@ -104,6 +121,9 @@ class Report:
             "donated_bytes": self.donated_bytes,
             "mesh": self.mesh,
             "device_state_bytes": self.device_state_bytes,
+            "collectives": None
+            if self.collectives is None
+            else [c._asdict() for c in self.collectives],
             "seconds": dict(self.seconds),
             "leaves": [
                 {
@@ -145,7 +165,21 @@ class Report:
     def _mesh_lines(self) -> list[str]:
         if not self.mesh:
             return []
-        return [f"mesh {self.mesh}: {_size(self.device_state_bytes)} of state on each device"]
+        lines = [f"mesh {self.mesh}: {_size(self.device_state_bytes)} of state on each device"]
+        for where, in_loop in (("in the loop, each trip", True), ("outside the loop", False)):
+            if self.collectives is not None:
+                lines.append(
+                    f"{where}: {_total(c for c in self.collectives if c.in_loop == in_loop)}"
+                )
+        return lines
+
+
+def _total(found: Iterable[Collective]) -> str:
+    kinds: dict[str, list[int]] = {}
+    for c in found:
+        kinds.setdefault(c.kind, []).append(c.nbytes)
+    listed = [f"{len(n)} {kind} ({_size(sum(n))})" for kind, n in sorted(kinds.items())]
+    return ", ".join(listed) or "no communication"
 
 
 def _size(n: int) -> str:

@@ -21,7 +21,7 @@ from funcacc.optimizers.update import Adopted
 from funcacc.options import Options, checked_seed
 from funcacc.plan import mesh_of
 from funcacc.programs import Compiled, Programs
-from funcacc.report import Leaf, Report
+from funcacc.report import Report
 from funcacc.several import Scheduler
 from funcacc.state import TrainState, matching
 from funcacc.step import StepOutput
@@ -61,6 +61,8 @@ class TrainStep:
         mesh: of devices, as `funcacc.sharding.mesh` makes it; `None` takes the process's.
         batch_axis: the mesh axis, or a tuple of them, that batches are cut over; `None` takes
             those called ``data`` and ``fsdp``.
+        gather: ``"microbatch"`` or ``"window"``: how often parameters are gathered that are cut
+            over the batch axes.
 
     Raises:
         FuncaccError: for a model or optimizer that a step can't be made of.
@@ -290,25 +292,11 @@ class TrainStep:
         outputs: Sequence[Tensor],
     ) -> None:
         self._noted.append(compiled.program)
-        self._report.compiles += 1
-        self._report.seconds["compile"] += compiled.program.seconds["compile"]
         n = compiled.layout.num_state
-        self._report.num_state = n
-        self._report.mesh = str(compiled.plan.mesh or "")
-        graph = compiled.step.graph
         after = self._engine.addresses(outputs[:n]) if before else []
+        places = [a == b for a, b in zip(before or [], after, strict=True)]
         gone = self._engine.consumed(targets) if self.donate else [False] * n
-        plan = compiled.plan
-        self._report.leaves = [
-            Leaf(
-                path,
-                spec,
-                donated=i < n and gone[i],
-                in_place=before[i] == after[i] if before and i < n else None,
-                **plan.account(path, len(spec.shape)),
-            )
-            for i, (path, spec) in enumerate(zip(graph.names, graph.inputs, strict=True))
-        ]
+        compiled.note(self._report, gone, places)
 
     # State -----------------------------------------------------------------------------
 
@@ -378,8 +366,18 @@ class TrainStep:
         """The compiled programs that have run, oldest first."""
         return list(self._noted)
 
-    def report(self) -> Report:
-        """What was compiled and donated so far."""
+    def report(self, *, collectives: bool = False) -> Report:
+        """What was compiled and donated so far.
+
+        Args:
+            collectives: also find the communication between devices of the latest program, for
+                which it is compiled once more.
+        """
+        if collectives and self._noted:
+            with self._lock:
+                last = self._calls.last
+                values = [*self._targets(last), *last.read, *last.blank_inputs(self._engine)]
+                self._report.collectives = last.compiled.program.collectives(values)
         return self._report
 
     def __getstate__(self) -> dict[str, Any]:

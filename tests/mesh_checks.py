@@ -3,119 +3,38 @@
 Run alone: ``CPU_NUM_DEVICES=8 python -m tests.mesh_checks [name ...]``.
 """
 
-import contextlib
-import copy
 import json
-import re
 import sys
 import time
 import traceback
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import funcacc
-
-CHECKS = {}
-
-
-def check(fn):
-    CHECKS[fn.__name__] = fn
-    return fn
-
-
-@contextlib.contextmanager
-def raises(error, text):
-    try:
-        yield
-    except error as e:
-        assert re.search(text, str(e), re.DOTALL), f"{text!r} isn't in: {e}"
-    else:
-        raise AssertionError(f"no {error.__name__} was raised")
-
-
-class Block(nn.Module):
-    """An MLP block with dropout, whose two matrices tensor parallelism cuts in two ways."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x):
-        return self.down(self.drop(F.gelu(self.up(x))))
-
-
-def mean_loss(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().mean()
-
-
-def microbatches(k, rows=8, seed=0, dtype=torch.float32):
-    g = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "x": torch.randn(rows, 16, generator=g, dtype=dtype),
-            "y": torch.randn(rows, 8, generator=g, dtype=dtype),
-        }
-        for _ in range(k)
-    ]
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-
-
-def plain(model, opt, loss_fn, data):
-    """The plain loop on the CPU."""
-    for window in data:
-        opt.zero_grad()
-        for batch in window:
-            (loss_fn(model, batch) / len(window)).backward()
-        opt.step()
-
-
-def values(model, opt):
-    state = [v for s in opt.state.values() for v in s.values()]
-    tensors = [*model.parameters(), *model.buffers(), *state]
-    return [t.detach().cpu() for t in tensors]
-
-
-def assert_equal(a, b, tolerance=1e-6):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
-
-
-MESHES = {}
-TENSOR_PARALLEL = {
-    "up.weight": ("model", None),
-    "up.bias": ("model",),
-    "down.weight": (None, "model"),
-}
-FSDP = {"*.weight": ("data", None)}
-
-
-def mesh(*sizes):
-    """One mesh for each shape; making one makes it global."""
-    names = ("data", "model")[: len(sizes)]
-    if sizes not in MESHES:
-        MESHES[sizes] = funcacc.sharding.mesh(**dict(zip(names, sizes, strict=True)))
-    return MESHES[sizes]
-
-
-def sharded(ref, devices, rules):
-    model = copy.deepcopy(ref).to(funcacc.device("xla"))
-    funcacc.sharding.shard(model, rules, devices)
-    return model
-
-
-def texts(model, opt):
-    from funcacc.engines.xla import private
-
-    state = [v for s in opt.state.values() for v in s.values()]
-    return private.sharding_texts([*model.parameters(), *model.buffers(), *state])
+from tests.mesh_support import (
+    CHECKS,
+    FSDP,
+    OPTIONS,
+    TENSOR_PARALLEL,
+    Block,
+    adamw,
+    assert_equal,
+    check,
+    communication,
+    mean_loss,
+    mesh,
+    microbatches,
+    momentum,
+    one_device,
+    plain,
+    raises,
+    sharded,
+    texts,
+    token_loss,
+    values,
+)
 
 
 @check
@@ -219,6 +138,143 @@ def a_parameter_on_another_mesh_is_refused_by_name():
     step = funcacc.TrainStep(model, adamw(model), mean_loss, mesh=mesh(4, 2))
     with raises(funcacc.FuncaccError, r"params\['up.weight'\]: it is sharded as .*isn't a placem"):
         step(microbatches(2))
+
+
+LAYOUTS = {
+    "data": ((8,), {}, {}),
+    "fsdp": ((8,), {"*.weight": ("data", None)}, {}),
+    "fsdp, gathered once": ((8,), {"*.weight": ("data", None)}, {"gather": "window"}),
+    "data and model": ((4, 2), TENSOR_PARALLEL, {}),
+    "all in both": ((4, 2), {"*.weight": ("model", "data")}, {}),
+}
+
+
+@check
+def every_mesh_gives_the_numbers_of_one_device():
+    from funcacc import trees
+
+    cases = ((torch.float32, adamw, 1e-6), (torch.float64, momentum, 1e-12))
+    for dtype, make, tolerance in cases:
+        ref = Block(dropout=0.3).to(dtype)
+        data = microbatches(8, dtype=dtype)
+        windows = list(funcacc.windows(data, 3, prefetch=0))
+        assert windows[-1].count == 2
+        model, opt, outs = one_device(ref, make, token_loss, windows)
+        want = values(model, opt) + [t for out in outs for t in trees.flatten(out)[0]]
+        for name, (sizes, rules, options) in LAYOUTS.items():
+            if dtype == torch.float64 and name in ("fsdp", "all in both"):
+                continue
+            model = sharded(ref, mesh(*sizes), rules)
+            opt = make(model)
+            both = {**OPTIONS, **options, "mesh": mesh(*sizes)}
+            step = funcacc.TrainStep(model, opt, token_loss, **both)
+            outs = [step(w) for w in windows]
+            got = values(model, opt)
+            got += [t.cpu() for out in outs for t in trees.flatten(out)[0]]
+            try:
+                assert_equal(got, want, tolerance)
+            except AssertionError as e:
+                raise AssertionError(f"{name}, {dtype}: {e}") from e
+            report = step.report()
+            assert report.donated_leaves == report.state_leaves and report.compiles == 1
+
+
+@check
+def the_comparison_fails_with_other_dropout_masks():
+    ref = Block(dropout=0.3)
+    windows = [funcacc.stack(microbatches(2))]
+    model, opt, _ = one_device(ref, adamw, token_loss, windows)
+    other = sharded(ref, mesh(8), {})
+    own = adamw(other)
+    step = funcacc.TrainStep(other, own, token_loss, **{**OPTIONS, "seed": 4}, mesh=mesh(8))
+    step(windows[0])
+    with raises(AssertionError, "not close"):
+        assert_equal(values(other, own), values(model, opt))
+
+
+@check
+def data_parallel_reduces_once_a_window():
+    from funcacc.cli.gpt import GPT, GPTConfig
+
+    ref = GPT(GPTConfig(6, 1, 2, 16, 0.1))
+    model = sharded(ref, mesh(8), {})
+    data = [torch.randint(0, 256, (8, 7)) for _ in range(3)]
+
+    def loss(model, x):
+        return funcacc.losses.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+    step = funcacc.TrainStep(model, adamw(model), loss, clip_norm=1.0, mesh=mesh(8))
+    step(data)
+    leaves = len(list(model.parameters()))
+    # One for each gradient, one each for total and weight.
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert communication(step) == {"all-reduce": (0, leaves + 2, parameters + 4 + 8)}
+    text = f"in the loop, each trip: no communication\noutside the loop: {leaves + 2} all-reduce"
+    assert text in str(step.report())
+
+
+@check
+def fsdp_gathers_for_each_microbatch_or_once():
+    state = {}
+    for gather, inside, outside in (("microbatch", 2, 0), ("window", 0, 2)):
+        ref = Block()
+        model = sharded(ref, mesh(8), FSDP)
+        step = funcacc.TrainStep(model, adamw(model), mean_loss, mesh=mesh(8), gather=gather)
+        step(microbatches(3))
+        found = communication(step)
+        assert found["all-gather"][:2] == (inside, outside), found
+        # Biases are whole: their gradients and the loss wait in any case.
+        assert found["all-reduce"][0] == inside, found
+        assert found.keys() <= {"all-gather", "all-reduce", "reduce-scatter"}, found
+        state[gather] = step.report().device_state_bytes
+    # Three of each: parameter and two moments.
+    cut, whole = (16 * 32 + 32 * 8) * 4 * 3 // 8, (32 + 8) * 4 * 3
+    assert set(state.values()) == {cut + whole + 4 * 4 + 8 + 4}
+
+
+@check
+def tensor_parallel_blocks_exchange_activations_only():
+    model = sharded(Block(), mesh(4, 2), TENSOR_PARALLEL)
+    step = funcacc.TrainStep(model, adamw(model), mean_loss, mesh=mesh(4, 2))
+    step(microbatches(3))
+    inside = [c for c in step.report(collectives=True).collectives if c.in_loop]
+    # The sum of the second matrix product's halves: rows of a device x 8.
+    assert [(c.kind, c.nbytes) for c in inside] == [("all-reduce", 8 // 4 * 8 * 4)]
+
+
+@check
+def steps_in_one_dispatch_equal_single_ones_on_a_mesh():
+    ref = Block(dropout=0.3)
+    windows = list(funcacc.windows(microbatches(10), 2, prefetch=0))
+    model, opt, outs = one_device(ref, adamw, mean_loss, windows)
+    mine = sharded(ref, mesh(4, 2), TENSOR_PARALLEL)
+    own = adamw(mine)
+    options = {**OPTIONS, "steps_per_call": 2, "mesh": mesh(4, 2)}
+    step = funcacc.TrainStep(mine, own, mean_loss, **options)
+    before = texts(mine, own)
+    got = torch.cat([out.loss.cpu() for out in step.run(windows)])
+    assert_equal([got], [torch.stack([out.loss for out in outs])])
+    assert_equal(values(mine, own), values(model, opt))
+    assert texts(mine, own)[: len(before)] == [t or "{replicated}" for t in before]
+    assert step.report().donated_leaves == step.report().state_leaves
+
+
+@check
+def gradients_alone_lie_as_their_parameters():
+    ref = Block()
+    model = sharded(ref, mesh(4, 2), TENSOR_PARALLEL)
+    data = microbatches(3)
+    found = funcacc.accumulate(model, data, mean_loss, mesh=mesh(4, 2))
+    for batch in data:
+        (mean_loss(ref, batch) / 3).backward()
+    grads = {n: p.grad for n, p in ref.named_parameters()}
+    assert_equal([found.grads[n].cpu() for n in grads], list(grads.values()))
+    from funcacc.engines import get_engine
+
+    engine = get_engine("xla", model.up.weight.device, mesh(4, 2))
+    assert engine.placements(list(found.grads.values())) == engine.placements(
+        [dict(model.named_parameters())[n] for n in found.grads]
+    )
 
 
 def main(names):

@@ -53,6 +53,12 @@ def _run_put(xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
     return xs.index_copy(0, index.view(1).to(torch.int64), x.unsqueeze(0))
 
 
+def _run_scatter_rows(xs: Tensor, indices: Tensor, count: int) -> Tensor:
+    out = xs.new_zeros(xs.shape[0], count, xs.shape[2])
+    groups = torch.arange(len(xs), device=xs.device).unsqueeze(1).expand_as(indices)
+    return out.index_put_([groups, indices], xs, accumulate=True)
+
+
 call = _define(
     "call(int graph, Tensor[] inputs) -> Tensor[]",
     _run_call,
@@ -95,12 +101,27 @@ put = _define(
 )
 """A copy of `xs` with ``xs[index] = x``."""
 
+scatter_rows = _define(
+    "scatter_rows(Tensor xs, Tensor indices, int count) -> Tensor",
+    _run_scatter_rows,
+    lambda xs, indices, count: xs.new_empty(xs.shape[0], count, xs.shape[2]),
+)
+"""Zeros ``[groups, count, d]`` with the rows of `xs` ``[groups, n, d]`` added at `indices`
+``[groups, n]``, within each group."""
+
 remat = _define(
     "remat(Tensor x, Tensor after) -> Tensor",
     lambda x, after: x.clone(),
     lambda x, after: torch.empty_like(x),
 )
 """`x`, but not before `after` is there, and never taken for the same value as `x`."""
+
+hold = _define(
+    "hold(Tensor[] xs) -> Tensor[]",
+    lambda xs: [x.clone() for x in xs],
+    lambda xs: [torch.empty_like(x) for x in xs],
+)
+"""`xs`, none of which is used before all of them are there."""
 
 pin = _define(
     "pin(Tensor x, str placement) -> Tensor",

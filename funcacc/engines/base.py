@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcacc.capture.graph import Graph
 from funcacc.placement import Placement
+from funcacc.report import Collective
 
 
 class Program(Protocol):
@@ -41,6 +42,13 @@ class Program(Protocol):
 
     def text(self) -> str:
         """The program as the engine sees it, e.g. HLO."""
+        ...
+
+    def collectives(self, values: Sequence[Tensor]) -> list[Collective]:
+        """The communication between devices that a call with these values would take.
+
+        Runs nothing, and may compile once more.
+        """
         ...
 
 

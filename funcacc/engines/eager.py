@@ -11,6 +11,7 @@ from torch import Tensor
 from funcacc.capture.graph import Graph
 from funcacc.capture.passes import place
 from funcacc.placement import Placement
+from funcacc.report import Collective
 
 
 class EagerProgram:
@@ -41,6 +42,10 @@ class EagerProgram:
     def text(self) -> str:
         """The graph."""
         return str(self.graph)
+
+    def collectives(self, values: Sequence[Tensor]) -> list[Collective]:
+        """None: there is one device."""
+        return []
 
 
 class EagerEngine:

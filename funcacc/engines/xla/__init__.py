@@ -12,10 +12,12 @@ from torch import Tensor
 
 from funcacc.capture.graph import Graph
 from funcacc.engines.xla import private
+from funcacc.engines.xla.hlo import collectives
 from funcacc.engines.xla.lower import Target, check_operations, lower
 from funcacc.engines.xla.mesh import DeviceMesh
 from funcacc.errors import EngineError
 from funcacc.placement import Placement
+from funcacc.report import Collective
 
 private.copy_into_fresh_buffers()
 
@@ -84,6 +86,20 @@ class XlaProgram:
     def text(self) -> str:
         """HLO before optimisation."""
         return private.computation_text(self.computation)
+
+    def optimized(self, values: Sequence[Tensor]) -> str:
+        """HLO as XLA runs it on inputs like these; compiles once more, and runs nothing."""
+        try:
+            private.sync()
+            private.wait()
+            pending = private.user_computation("funcacc_step", values, self.computation)
+            return private.optimized_hlo_text(pending)
+        finally:
+            private.clear_pending(self.device)
+
+    def collectives(self, values: Sequence[Tensor]) -> list[Collective]:
+        """From the optimised HLO."""
+        return collectives(self.optimized(values))
 
 
 def _picking(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:

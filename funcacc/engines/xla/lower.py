@@ -146,8 +146,39 @@ def _scaled_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def _scatter_rows(target: Target, xs: Tensor, indices: Tensor, count: int) -> Tensor:
+    made = natives.scatter_rows(*TensorSpec.of(xs), indices.dtype, count)
+    return _one("scatter_rows", [xs, indices], made)
+
+
+def _layer_norm(
+    target: Target,
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if target.mesh is None:
+        found: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(x, shape, weight, bias, eps)
+        return found
+    # The kernel is one operation of XLA's, for which the partitioner gathers all of `x`.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+    rstd = torch.rsqrt(var + eps)
+    out = (wide - mean) * rstd
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.to(x.dtype), mean.to(x.dtype), rstd.to(x.dtype)
+
+
 def _remat(target: Target, x: Tensor, after: Tensor) -> Tensor:
     return _one("remat", [x, after], natives.remat(*TensorSpec.of(x), *TensorSpec.of(after)))
+
+
+def _hold(target: Target, xs: list[Tensor]) -> list[Tensor]:
+    return private.held(xs)
 
 
 def _pin(target: Target, x: Tensor, placement: str) -> Tensor:
@@ -159,11 +190,14 @@ def _pin(target: Target, x: Tensor, placement: str) -> Tensor:
 _NATIVE: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _scaled_product(torch.mm),
     aten.baddbmm.default: _scaled_product(torch.bmm),
+    aten.native_layer_norm.default: _layer_norm,
     ops.call: lambda target, serial, inputs: _interpret(find(serial), inputs, target),
     ops.loop: _loop,
     ops.take: _take,
     ops.put: _put,
+    ops.scatter_rows: _scatter_rows,
     ops.pin: _pin,
+    ops.hold: _hold,
     ops.remat: _remat,
     ops.fold_in: lambda target, key, data: _one(
         "fold_in", [key, data], natives.fold_in(data.dtype)

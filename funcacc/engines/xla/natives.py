@@ -25,6 +25,12 @@ def build(name: str, shapes: Sequence[Any], fn: Callable[..., Sequence[Any]]) ->
     return xb.Op.tuple(list(fn(builder, *params)), builder=builder).build(name)
 
 
+def build_root(name: str, shapes: Sequence[Any], fn: Callable[..., Any]) -> Any:
+    """A computation with one parameter a shape, whose root is what `fn` gives."""
+    builder = xb.create_builder(name)
+    return fn(builder, *(xb.mkparam(builder, i, s) for i, s in enumerate(shapes))).build(name)
+
+
 def _u32(builder: Any, value: int) -> Any:
     # Constants are made from signed numbers; the bits are what counts.
     signed = value - (1 << 32) if value >> 31 else value
@@ -89,6 +95,27 @@ def random_bits(stream: int, sizes: tuple[int, ...]) -> Any:
         return [(a ^ b).bitcast(S32).reshape(list(sizes))]
 
     return build("random_bits", [xb.Shape.create(S32, (2,))], fn)
+
+
+@functools.cache
+def scatter_rows(sizes: tuple[int, ...], dtype: Any, index_dtype: Any, count: int) -> Any:
+    """The computation of `ops.scatter_rows`.
+
+    The group is an iota among the indices: by that the partitioner sees that groups don't mix.
+    """
+    groups, n, d = sizes
+    scalar = shape_of((), dtype)
+    total = build_root("add", [scalar, scalar], lambda builder, a, b: a + b)
+
+    def fn(builder: Any, xs: Any, indices: Any) -> list[Any]:
+        kind = xb.Op.from_torch_type(index_dtype)
+        group = xb.Op.iota(builder, xb.Shape.create(kind, (groups, n, 1)), 0)
+        pairs = xb.Op.concat_in_dim([group, indices.reshape([groups, n, 1])], 2)
+        zeros = xs.slice([0, 0, 0], [1, 1, 1]).reshape([]).zeros_like()
+        out = zeros.broadcast([groups, count, d])
+        return [out.scatter(pairs, xs, total, [2], [0, 1], [0, 1], 2)]
+
+    return build("scatter_rows", [shape_of(sizes, dtype), shape_of((groups, n), index_dtype)], fn)
 
 
 def _start(index: Any, rank: int) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -108,7 +109,12 @@ def run_cached(graph_hash: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def optimized_hlo_text(outputs: Sequence[Tensor]) -> str:
-    """HLO of pending tensors before optimisation, as torch_xla compiles it."""
+    """HLO of pending tensors as XLA runs it; compiles them for this.
+
+    torch_xla looks at the variable once in a process, when HLO is first asked for, and gives
+    unoptimised HLO without it.
+    """
+    os.environ["XLA_DUMP_POST_OPTIMIZATIONS"] = "1"
     text: str = _C._get_xla_tensors_hlo(list(outputs))
     return text
 
@@ -205,6 +211,14 @@ def copies(tensors: Sequence[Tensor], shardings: Sequence[Any]) -> list[Tensor]:
             _C._xla_annotate_custom_sharding(copy, sharding)
     sync()
     return made
+
+
+def held(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pending tensors behind one optimisation barrier."""
+    # It works in place.
+    copies = [t.clone() for t in tensors]
+    _C._xla_optimization_barrier_(copies)
+    return copies
 
 
 def annotated(tensor: Tensor, sharding: Any) -> Tensor:

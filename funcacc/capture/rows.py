@@ -1,0 +1,188 @@
+"""Where the rows of a batch are in the values of a graph: which dimension goes with them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+
+class Rows(NamedTuple):
+    """The rows of a batch within a dimension: its size is ``outer * rows * inner``.
+
+    Attributes:
+        dim: the dimension.
+        outer: how many times the rows are gone through in it.
+    """
+
+    dim: int
+    outer: int
+
+
+def track(nodes: Iterable[fx.Node], start: dict[fx.Node, Rows], rows: int) -> dict[fx.Node, Rows]:
+    """Follow the rows of a batch through a graph.
+
+    A guess for operations that aren't known here: whoever relies on the answer must be right in
+    any case, and only slower when it is wrong.
+
+    Args:
+        nodes: of the graph, in order.
+        start: where they are in inputs.
+        rows: how many there are.
+
+    Returns:
+        Where they are in those values that have them in one place.
+    """
+    found = dict(start)
+    for node in nodes:
+        value = node.meta.get("val")
+        source = node.args[0] if node.target is operator.getitem else node
+        if node.op != "call_function" or not isinstance(value, Tensor) or node in found:
+            continue
+        rule = _RULES.get(source.target, _same_place)
+        at = rule(source, found, tuple(value.shape), rows)
+        if at is not None and _fits(value.shape, at, rows):
+            found[node] = at
+    return found
+
+
+def _fits(shape: Sequence[int], at: Rows, rows: int) -> bool:
+    return 0 <= at.dim < len(shape) and shape[at.dim] % (at.outer * rows) == 0 < shape[at.dim]
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+Found = dict[fx.Node, Rows]
+Rule = Callable[[fx.Node, Found, tuple[int, ...], int], "Rows | None"]
+
+
+def _same_place(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+    """The dimension of the same size, counted from the last one, as in broadcasting."""
+    for x in node.all_input_nodes:
+        if x in found:
+            dim = found[x].dim + len(shape) - len(_shape(x))
+            if dim >= 0 and shape[dim] == _shape(x)[found[x].dim]:
+                return found[x]._replace(dim=dim)
+    return None
+
+
+def _reshaped(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+    """As many elements before the rows as there were."""
+    x: Any = node.args[0]
+    if x not in found:
+        return None
+    before = math.prod(_shape(x)[: found[x].dim]) * found[x].outer
+    for dim in range(len(shape)):
+        own = math.prod(shape[:dim])
+        if own and before % own == 0 and _fits(shape, Rows(dim, before // own), rows):
+            return Rows(dim, before // own)
+    return None
+
+
+def _moved(place: Callable[..., int | None]) -> Rule:
+    """A rule for one operand whose dimension `d` becomes ``place(d, rank, *args)``."""
+
+    def rule(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+        x: Any = node.args[0]
+        if x not in found:
+            return None
+        dim = place(found[x].dim, len(_shape(x)), *node.args[1:])
+        return None if dim is None else found[x]._replace(dim=dim)
+
+    return rule
+
+
+def _transposed(d: int, rank: int, a: int = 0, b: int = 1) -> int:
+    return {a % rank: b % rank, b % rank: a % rank}.get(d, d)
+
+
+def _permuted(d: int, rank: int, dims: Sequence[int]) -> int:
+    return [i % rank for i in dims].index(d)
+
+
+def _selected(d: int, rank: int, dim: int, index: int) -> int | None:
+    return None if d == dim % rank else d - (d > dim % rank)
+
+
+def _reduced(d: int, rank: int, dims: Any = None, keepdim: bool = False, *rest: Any) -> int | None:
+    gone = reduced_dims(dims, rank)
+    if d in gone:
+        return None
+    return d if keepdim else d - sum(i < d for i in gone)
+
+
+def reduced_dims(dims: Any, rank: int) -> set[int]:
+    """The dimensions that a reduction goes over; all where none is named."""
+    named = [dims] if isinstance(dims, int) else dims
+    return {i % rank for i in named} if named else set(range(rank))
+
+
+def _product(*operands: tuple[int, dict[int, int]]) -> Rule:
+    """A rule for products: (position of an operand, where each of its dimensions goes)."""
+
+    def rule(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+        for position, places in operands:
+            x: Any = node.args[position]
+            if x in found and found[x].dim in places:
+                return found[x]._replace(dim=places[found[x].dim])
+        return None
+
+    return rule
+
+
+def _looked_up(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+    """``weight[indices]``: the dimensions of the indices come first."""
+    x: Any = node.args[1]
+    x = x[0] if isinstance(x, (list, tuple)) else x
+    return found.get(x)
+
+
+def _joined(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+    """Pieces with all rows in each, one after the other, have them several times."""
+    pieces: Any = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else 0
+    at = next((found[x] for x in pieces if x in found), None)
+    if at is None or at.dim != dim % len(shape):
+        return at
+    outer = sum(found[x].outer if found.get(x) else 0 for x in pieces)
+    return at._replace(outer=outer) if all(x in found for x in pieces) else None
+
+
+_RULES: dict[Any, Rule] = {
+    aten.cat.default: _joined,
+    aten.view.default: _reshaped,
+    aten._unsafe_view.default: _reshaped,
+    aten.unsqueeze.default: _reshaped,
+    aten.squeeze.default: _reshaped,
+    aten.squeeze.dim: _reshaped,
+    aten.squeeze.dims: _reshaped,
+    aten.permute.default: _moved(_permuted),
+    aten.transpose.int: _moved(_transposed),
+    aten.t.default: _moved(_transposed),
+    aten.select.int: _moved(_selected),
+    aten.mm.default: _product((0, {0: 0}), (1, {1: 1})),
+    aten.addmm.default: _product((1, {0: 0}), (2, {1: 1})),
+    aten.bmm.default: _product((0, {0: 0, 1: 1}), (1, {0: 0, 2: 2})),
+    aten.embedding.default: _looked_up,
+    aten.index.Tensor: _looked_up,
+}
+_REDUCTIONS = (
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.any.dim,
+    aten.all.dim,
+    aten.logsumexp.default,
+)
+_RULES.update(dict.fromkeys(_REDUCTIONS, _moved(_reduced)))
