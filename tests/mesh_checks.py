@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import funcacc
+from tests import mesh_marks  # noqa: F401  (registers its checks)
 from tests.mesh_support import (
     CHECKS,
     FSDP,

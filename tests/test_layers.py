@@ -45,6 +45,7 @@ ORDER = [
     "engines.xla.private",
     "engines.xla.mesh",
     "engines.xla.hlo",
+    "engines.xla.marks",
     "engines.xla.natives",
     "engines.xla.lower",
     "engines.xla",

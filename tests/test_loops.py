@@ -1,8 +1,5 @@
 """Errors of loops, their gradients' memory and activity, nodes of trees; the cases stand apart."""
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import optree
@@ -314,32 +311,3 @@ def test_a_recurrent_model_trains_like_the_plain_loop(device, how):
 
 def _call(model, batch):
     return model(batch)
-
-
-SHARDING = """
-import numpy, torch, torch_xla.runtime
-torch_xla.runtime.use_spmd()
-from torch_xla.distributed import spmd
-import funcacc
-
-mesh = spmd.Mesh(numpy.array([0]), (1,), ("data",))
-
-def body(i, c):
-    spmd.mark_sharding(c, mesh, ("data",))
-    return c + 1
-
-try:
-    funcacc.jit(lambda x: funcacc.fori_loop(0, 2, body, x))(torch.ones(2).to("xla"))
-except funcacc.FuncaccError as e:
-    print(e)
-"""
-
-
-def test_mark_sharding_in_a_body_is_refused_by_name(tmp_path):
-    if "xla" not in os.environ.get("FUNCACC_TEST_ENGINES", "eager,xla"):
-        pytest.skip("needs torch_xla")
-    script = tmp_path / "sharding.py"
-    script.write_text(SHARDING)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert "sharding.py:10 (spmd.mark_sharding(" in done.stdout, done.stderr
-    assert "hands a traced tensor to torch_xla itself" in done.stdout

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE = (ROOT / "tests" / "mesh_checks.py").read_text()
-NAMES = re.findall(r"^@check\ndef (\w+)", SOURCE, re.MULTILINE)
+SOURCES = [(ROOT / "tests" / name).read_text() for name in ("mesh_marks.py", "mesh_checks.py")]
+NAMES = re.findall(r"^@check\ndef (\w+)", "\n".join(SOURCES), re.MULTILINE)
 
 
 def child(*args):

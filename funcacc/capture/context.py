@@ -18,7 +18,12 @@ from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_api
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    has_proxy_slot,
+    set_proxy_slot,
+)
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
@@ -187,6 +192,31 @@ class Tracing:
             for n in ancestors([node])
         )
 
+    def replace(self, x: Tensor, fn: Callable[[Tensor], Tensor], what: str) -> None:
+        """Let `x` stand for ``fn(x)`` from here on, which is the same value.
+
+        Args:
+            x: a tensor of this trace.
+            fn: one operation.
+            what: the user's function that asked for it.
+
+        Raises:
+            CaptureError: for a tensor of another trace, or one that vmap has wrapped.
+        """
+        x = self.tensors.admit(x)
+        while functorch.is_functorch_wrapped_tensor(x) and not functorch.is_batchedtensor(x):
+            x = functorch.get_unwrapped(x)
+        mode = get_proxy_mode()
+        if mode is None or functorch.is_batchedtensor(x) or not has_proxy_slot(x, mode.tracer):
+            raise CaptureError(
+                f"{what} at {user_line()} is about a tensor that "
+                + ("vmap has cut up" if functorch.is_batchedtensor(x) else "was made outside")
+                + "; call it before, on the tensor as it is there"
+            )
+        with torch.no_grad(), temporarily_clear_interpreter_stack():
+            new = fn(x.detach())
+        set_proxy_slot(x, mode.tracer, get_proxy_slot(new, mode.tracer))
+
     def recompute(self) -> Recompute:
         """The mode in which a checkpoint that stands here computes its region again."""
         sources = self.random.sources
@@ -264,6 +294,14 @@ def autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
+_adapters: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+
+
+def while_tracing(adapter: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Have a context entered around each trace: an engine's library learns to be traced."""
+    _adapters.append(adapter)
+
+
 _WRAPPERS = ((vmap_api, "_add_batch_dim"), (eager_transforms, "_wrap_tensor_for_grad"))
 
 
@@ -310,6 +348,8 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             stack.enter_context(mock.patch.object(torch, "set_rng_state", _set_random_state))
             stack.enter_context(checkpoints(_recompute))
             stack.enter_context(cumulative_averages())
+            for adapter in _adapters:
+                stack.enter_context(adapter())
             autocast = torch.amp.autocast_mode.autocast
             stack.enter_context(
                 mock.patch.object(autocast, "__init__", _portable_autocast(autocast.__init__))

@@ -128,4 +128,5 @@ pin = _define(
     lambda x, placement: x.clone(),
     lambda x, placement: torch.empty_like(x),
 )
-"""`x`, lying over a mesh as a `funcacc.placement.Placement` says, where there is one."""
+"""`x`, lying over a mesh as a `funcacc.placement.Placement` says, where there is one; or as an
+engine's own text says, which user code named."""

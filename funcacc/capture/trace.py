@@ -87,9 +87,9 @@ def capture(
             if "Expected XLA tensor" not in str(e):
                 raise
             raise CaptureError(
-                f"{user_line(e.__traceback__)} hands a traced tensor to torch_xla itself, as "
-                "mark_sharding does; a trace has no XLA tensors yet: shard parameters and batches "
-                "before the call, and leave intermediate results to the compiler"
+                f"{user_line(e.__traceback__)} hands a traced tensor to a function of torch_xla "
+                "other than mark_sharding and its kin; a trace has no XLA tensors yet: call it "
+                "outside the step, or write it in operations of PyTorch"
             ) from e
         captured, names = passes.constants_to_inputs(first, tracing.tensors.origin), list(names)
         if in_loop:

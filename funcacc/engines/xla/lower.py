@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from funcacc.capture import ops
 from funcacc.capture.graph import Graph, find
-from funcacc.engines.xla import natives, private
+from funcacc.engines.xla import marks, natives, private
 from funcacc.engines.xla.mesh import DeviceMesh
 from funcacc.errors import EngineError
 from funcacc.placement import Placement
@@ -32,7 +32,7 @@ def check_operations(graph: Graph) -> None:
             str(n.target)
             for n in graph.nodes
             if isinstance(n.target, torch._ops.OpOverload)
-            and n.target.namespace != "funcacc"
+            and n.target not in _NATIVE
             and not private.has_kernel(n.target)
         }
     )
@@ -182,9 +182,15 @@ def _hold(target: Target, xs: list[Tensor]) -> list[Tensor]:
 
 
 def _pin(target: Target, x: Tensor, placement: str) -> Tensor:
+    if placement.startswith("["):
+        return private.annotated(x, marks.sharding(placement))
     if target.mesh is None:
         return x
     return private.annotated(x, target.mesh.sharding(Placement.parse(placement)))
+
+
+def _mark(target: Target, x: Tensor, mesh: str, spec: str) -> Tensor:
+    return private.annotated(x, marks.from_strings(mesh, spec))
 
 
 _NATIVE: dict[Any, Callable[..., Any]] = {
@@ -197,6 +203,7 @@ _NATIVE: dict[Any, Callable[..., Any]] = {
     ops.put: _put,
     ops.scatter_rows: _scatter_rows,
     ops.pin: _pin,
+    marks.MARK: _mark,
     ops.hold: _hold,
     ops.remat: _remat,
     ops.fold_in: lambda target, key, data: _one(

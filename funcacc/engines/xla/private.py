@@ -23,7 +23,7 @@ from torch import Tensor
 
 from funcacc.errors import EngineError
 
-_C = torch_xla._XLAC
+extension = _C = torch_xla._XLAC
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
