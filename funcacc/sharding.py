@@ -1,4 +1,4 @@
-"""Meshes of devices, and rules that say how a model's parameters are cut over one."""
+"""Meshes of devices, models cut over one by rules on names, checkpoints in shards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from funcacc.errors import OptionError
 from funcacc.inspection import device_of
 from funcacc.placement import Placement
 from funcacc.plan import check_even
+from funcacc.shards import load, save
+
+__all__ = ["load", "mesh", "save", "shard"]
 
 Cut = Sequence[str | tuple[str, ...] | None]
 """For each dimension the mesh axis, or axes, that it is cut over; None for a whole one."""

@@ -74,6 +74,7 @@ ORDER = [
     "train",
     "one_line",
     "gradients",
+    "shards",
     "sharding",
     "",
     "cli",

@@ -249,7 +249,12 @@ def consumed(tensor: Tensor) -> bool:
 
 
 def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    return src.to(self.device, self.dtype).expand(self.shape).clone()
+    copy = src.to(self.device, self.dtype).expand(self.shape).clone()
+    sharding = _C._get_xla_op_sharding(self) if sharded() else None
+    if sharding is not None:
+        # It would lie as `src` does: loading a state dict would undo the sharding.
+        _C._xla_annotate_custom_sharding(copy, sharding)
+    return copy
 
 
 _library = torch.library.Library("aten", "IMPL")
