@@ -146,8 +146,9 @@ class Report:
             f"funcacc report: engine {self.engine}, {self.compiles} program(s) compiled, "
             f"{self.traces} trace(s); {times}",
             f"state: {self.state_leaves} leaves, {_size(self.state_bytes)}; donated: "
-            f"{self.donated_leaves} leaves, {_size(self.donated_bytes)}; found in place: "
-            f"{self.in_place_leaves}",
+            f"{self.donated_leaves} leaves, {_size(self.donated_bytes)}"
+            # Sharded buffers have no address that one could look at.
+            + ("" if self.mesh else f"; found in place: {self.in_place_leaves}"),
             *self._mesh_lines(),
             *(f"trace: {r}" for r in self.reasons),
         ]

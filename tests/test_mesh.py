@@ -41,6 +41,13 @@ def test_on_8_devices(results, name):
     assert not results[name], results[name]
 
 
+def test_the_example_trains_with_parameters_in_shards():
+    done = child("examples/data_parallel.py", "--fsdp", "--steps", "21")
+    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3 and losses[-1] < 0.9 * losses[0], done.stderr
+    assert "in the loop, each trip: 2 all-gather (40.0 KiB)" in done.stdout
+
+
 def test_a_mesh_comes_first():
     code = "import funcacc; funcacc.device('xla'); funcacc.sharding.mesh(data=8)"
     assert "SPMD can't be switched on any more" in child("-c", code).stderr

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from funcacc.cli import meshes
 from funcacc.cli.errors import OneLineParser, UsageError
 from funcacc.cli.gpt import GPTConfig
 
@@ -18,6 +19,7 @@ class TrainOptions:
     """What ``funcacc train`` was asked for; one field for each option."""
 
     engine: str
+    mesh: dict[str, int] | None
     microbatches: int
     microbatch_size: int
     context: int
@@ -70,6 +72,14 @@ def parse(argv: Sequence[str]) -> TrainOptions:
         options["warmup"] = options["steps"] // 10
     elif warmup > options["steps"]:
         raise UsageError(f"--warmup {warmup} is longer than --steps {options['steps']}")
+    mesh = options["mesh"] or {}
+    if mesh and options["engine"] == "eager":
+        raise UsageError("--mesh needs --engine xla: the eager engine runs on one device")
+    if options["microbatch_size"] % meshes.rows(mesh):
+        raise UsageError(
+            f"--microbatch-size {options['microbatch_size']} can't be cut into "
+            f"{meshes.rows(mesh)} equal parts, as --mesh wants"
+        )
     if options["width"] % options["heads"]:
         raise UsageError(f"--heads {options['heads']} does not divide --width {options['width']}")
     return TrainOptions(**options)
@@ -85,6 +95,9 @@ def _parser() -> OneLineParser:
     count, rate, part = _whole(1), _real(0.0, math.inf), _real(0.0, 1.0, low_too=True)
     add = parser.add_argument
     add("--engine", choices=("auto", "xla", "eager"), default="auto", help="where to train")
+    axes = "; ".join(f"{name} {what}" for name, what in meshes.AXES.items())
+    add("--mesh", type=meshes.parse, metavar="AXES",
+        help=f"devices to train on, e.g. data=4,model=2: {axes}")  # fmt: skip
     add("--microbatches", type=count, default=4, help="microbatches in an optimizer step")
     add("--microbatch-size", type=count, default=4, help="sequences in a microbatch")
     add("--context", type=count, default=128, help="bytes in a sequence")

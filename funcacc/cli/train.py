@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import funcacc
-from funcacc.cli import options, text
+from funcacc.cli import meshes, options, text
 from funcacc.cli.errors import RunError
 from funcacc.cli.gpt import GPT, generate
 from funcacc.cli.runs import RunDir
@@ -33,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     """Run ``funcacc train``; return its exit code."""
     asked = options.parse(argv)
     corpus = text.load(asked.data, asked.context)
-    device = funcacc.device(asked.engine)
+    if asked.mesh:
+        meshes.make(asked.mesh)
+    device = funcacc.device("xla" if asked.mesh else asked.engine)
     engine = "xla" if device.type == "xla" else "eager"
     run = RunDir(asked.out, asked.config(engine=engine, digest=corpus.digest))
     run.check(resume=asked.resume)
@@ -83,6 +85,8 @@ class Session:
         """Make model, optimizer and step, then load the checkpoint if there is one."""
         torch.manual_seed(asked.seed)
         model = GPT(asked.model).to(device)
+        if asked.mesh:
+            meshes.shard(model, asked.mesh)
         opt = torch.optim.AdamW(model.parameter_groups(0.1), lr=asked.lr, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lr_factor(asked.warmup, asked.steps))
         step = funcacc.TrainStep(
@@ -272,7 +276,7 @@ def _finish(session: Session, entropy: float) -> None:
         f"held-out loss {loss:.3f} nats a byte after {session.done} steps and "
         f"{session.seconds:.0f} s of training; unigram entropy of the same text {entropy:.3f}\n\n"
         f"a sample:\n{session.sample()}\n\n"
-        f"{session.step.report()}\n\n"
+        f"{session.step.report(collectives=bool(session.asked.mesh))}\n\n"
         f"metrics: {run.metrics}\nplot: {run.plot}\ncheckpoint: {run.checkpoint}\n"
     )
     run.finish(report)
