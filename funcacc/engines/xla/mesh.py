@@ -116,7 +116,7 @@ class Tiles:
             r"\{devices=\[([\d,]+)\](<=\[([\d,]+)\](T\(([\d,]+)\))?|[\d,]+)(.*)\}", text
         )
         if found is None:
-            if text in ("", "{replicated}") or text.startswith("{maximal"):
+            if text == "{replicated}" or text.startswith("{maximal"):
                 return cls((1,) * rank, np.empty(0))
             raise EngineError(f"a sharding of the form {text} has no place in a step")
         counts = _numbers(found[1])

@@ -92,8 +92,15 @@ def donation(tensors: Sequence[Tensor]) -> Iterator[None]:
 def input_order(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
     """For each parameter of the program of `outputs`, which of `inputs` it is."""
     position = {_C._xla_get_tensor_id(t): i for i, t in enumerate(inputs)}
-    ids, _ = _C._get_tensors_xla_device_data_node(list(outputs))
+    ids, data = _C._get_tensors_xla_device_data_node(list(outputs))
+    ids = [_renamed.get(i, i) for i in ids]
+    if sharded():
+        # Asking gives sharded data the ids of the tensors that come back, for the next time.
+        _renamed.update(zip(map(_C._xla_get_tensor_id, data), ids, strict=True))
     return [position[i] for i in ids]
+
+
+_renamed: dict[int, int] = {}
 
 
 def compile_cached(outputs: Sequence[Tensor]) -> Any:
@@ -235,8 +242,12 @@ def sharded() -> bool:
 
 
 def sharding_texts(tensors: Sequence[Tensor]) -> list[str]:
-    """The shardings of device tensors in XLA's words; empty for those that have none."""
-    return list(map(_C._get_xla_sharding_spec, tensors))
+    """The shardings of device tensors in XLA's words.
+
+    That of a tensor without any is whole on each device; it gets the word for it when it is first
+    used.
+    """
+    return [text or "{replicated}" for text in map(_C._get_xla_sharding_spec, tensors)]
 
 
 def consumed(tensor: Tensor) -> bool:
