@@ -60,7 +60,7 @@ def activations_may_be_marked_in_every_way_and_numbers_stay():
     ref_opt = adamw(oracle)
     plain(oracle, ref_opt, mean_loss, data)
     inside = {}
-    for way in ("none", "statement", "other cut", "gradients", "annotate"):
+    for way in ("none", "other cut", "gradients", "annotate"):
         model = sharded(ref, mesh(4, 2), {})
         model.way = way
         opt = adamw(model)

@@ -47,6 +47,7 @@ ORDER = [
     "engines.xla.hlo",
     "engines.xla.marks",
     "engines.xla.natives",
+    "engines.xla.unmerged",
     "engines.xla.lower",
     "engines.xla",
     "engines",

@@ -14,12 +14,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [(ROOT / "tests" / name).read_text() for name in ("mesh_marks.py", "mesh_checks.py")]
+FILES = ("mesh_marks.py", "mesh_saving.py", "mesh_checks.py")
+SOURCES = [(ROOT / "tests" / name).read_text() for name in FILES]
 NAMES = re.findall(r"^@check\ndef (\w+)", "\n".join(SOURCES), re.MULTILINE)
 
 
 def child(*args):
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env = {
+        **os.environ,
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "8",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # Programs run once or twice: they needn't be fast.
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    }
     return subprocess.run(
         [sys.executable, "-W", "error", *args], env=env, cwd=ROOT, capture_output=True, text=True
     )

@@ -27,10 +27,10 @@ class Attention(nn.Module):
 
 
 class Convolutions(nn.Module):
-    def __init__(self):
+    def __init__(self, groups=2):
         super().__init__()
         self.a = nn.Conv2d(2, 4, 3, padding=1)
-        self.b = nn.Conv2d(4, 4, 3, stride=2, groups=2)
+        self.b = nn.Conv2d(4, 4, 3, stride=2, groups=groups)
         self.norm = nn.GroupNorm(2, 4)
         self.head = nn.Linear(4, 3)
 

@@ -14,6 +14,7 @@ from funcacc.capture import ops
 from funcacc.capture.graph import Graph, find
 from funcacc.engines.xla import marks, natives, private
 from funcacc.engines.xla.mesh import DeviceMesh
+from funcacc.engines.xla.unmerged import Unmerged
 from funcacc.errors import EngineError
 from funcacc.placement import Placement
 from funcacc.types import TensorSpec
@@ -84,6 +85,7 @@ def lower(graph: Graph, name: str, target: Target) -> Any:
 def _interpret(graph: Graph, inputs: list[Tensor], target: Target) -> list[Tensor]:
     device = target.device
     env: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
+    unmerged = Unmerged()
     for node in graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if "device" in kwargs:
@@ -93,6 +95,8 @@ def _interpret(graph: Graph, inputs: list[Tensor], target: Target) -> list[Tenso
             dtype = node.meta["val"].dtype
             args = (torch.full((), args[0], dtype=dtype, device=device), *args[1:])
         native = _NATIVE.get(node.target)
+        if node.target is aten.addmm.default and target.mesh is not None:
+            native = None if len(args) == 3 and not kwargs and args[0].ndim == 1 else native
         if node.target is aten.full.default and kwargs.get("dtype") is torch.bool:
             # A boolean constant would become a tensor outside the program.
             env[node] = torch.full(args[0], int(args[1]), dtype=torch.int32, device=device) != 0
@@ -100,6 +104,8 @@ def _interpret(graph: Graph, inputs: list[Tensor], target: Target) -> list[Tenso
             env[node] = native(target, *args, **kwargs)
         elif node.target is operator.getitem:
             env[node] = args[0][args[1]]
+        elif target.mesh is not None and (made := unmerged.run(node, args)) is not None:
+            env[node] = made
         else:
             env[node] = node.target(*args, **kwargs)
     return [env[n] for n in graph.results]
