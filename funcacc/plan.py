@@ -106,6 +106,11 @@ class Plan(NamedTuple):
         return lambda path, x: engine.put(x, self.of(path, x.ndim) if self.mesh else None)
 
 
+def default_axes(engine: Engine) -> tuple[str, ...]:
+    """The axes of an engine's mesh that batches are cut over unless an option says otherwise."""
+    return tuple(a for a in engine.axes if a in BATCH_AXES)
+
+
 def mesh_of(engine: Engine, asked: str | Sequence[str] | None) -> Mesh | None:
     """The mesh of an engine, with the axes that batches are cut over.
 
@@ -126,7 +131,7 @@ def mesh_of(engine: Engine, asked: str | Sequence[str] | None) -> Mesh | None:
         return None
     mesh = Mesh(tuple(engine.axes.items()), ())
     if names is None:
-        names = tuple(a for a in engine.axes if a in BATCH_AXES)
+        names = default_axes(engine)
         if not names:
             raise OptionError(
                 f"the mesh has the axes {mesh}, none of which is called {' or '.join(BATCH_AXES)}; "

@@ -14,7 +14,8 @@ from funcacc import trees
 from funcacc.batches import Window, stack, whole
 from funcacc.engines import get_engine
 from funcacc.engines.base import Engine
-from funcacc.types import PyTree
+from funcacc.plan import default_axes, mesh_of, place_window
+from funcacc.types import PyTree, TensorSpec
 
 
 def windows(
@@ -39,7 +40,8 @@ def windows(
             exceptions are raised here when their window is asked for, with their traceback.
         size: K.
         device: where to move windows, in the background too; `None` leaves them on the host,
-            and the step moves them.
+            and the step moves them. On a mesh of devices that is the process's own, rows are cut
+            over the axes called ``data`` and ``fsdp``.
         prefetch: how many windows are read ahead; 0 reads in this thread, when asked.
 
     Raises:
@@ -63,8 +65,22 @@ def _windows(source: Iterator[PyTree], size: int, engine: Engine | None) -> Iter
     while items := list(itertools.islice(source, size)):
         window = _padded(items, size)
         if engine is not None:
-            window.tree = trees.map_tree(engine.move, window.tree)
+            window.tree = _moved(engine, window.tree)
         yield window
+
+
+def _moved(engine: Engine, tree: PyTree) -> PyTree:
+    """On the device; where that is a mesh, cut over the axes that steps cut batches over."""
+    mesh = mesh_of(engine, default_axes(engine))
+    leaves, spec = trees.flatten(tree)
+    if mesh is None:
+        return trees.unflatten(spec, list(map(engine.move, leaves)))
+    paths = trees.paths(tree, "window")
+    specs = dict(zip(paths, map(TensorSpec.of, leaves), strict=True))
+    placed = place_window(mesh, specs, {})
+    return trees.unflatten(
+        spec, [engine.move(x, placed[p]) for p, x in zip(paths, leaves, strict=True)]
+    )
 
 
 def _read_ahead(source: Iterator[Window], count: int) -> Iterator[Window]:

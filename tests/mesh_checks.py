@@ -94,6 +94,12 @@ def a_batch_on_the_device_and_one_of_the_host_give_the_same_program():
     (text,) = private.sharding_texts([window.tree["x"]])
     assert step._engine.placements([window.tree["x"]])[0].axes == ("data",), text
     step(funcacc.split(whole, 2))
+    # Reading ahead goes by the mesh of the process, the last one made.
+    funcacc.sharding.mesh(data=8)
+    for moved in funcacc.windows(microbatches(2), 2, device="xla"):
+        lies = step._engine.placements([moved.tree["x"], moved.tree["y"]])
+        assert list(map(str, lies)) == ["-,data,-"] * 2
+        step(moved)
     assert step.report().traces == 1
 
 
