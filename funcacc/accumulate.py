@@ -80,15 +80,18 @@ def run_window(
     capacity = int(next(iter(x.batch.values())).shape[0])
     # A count on the device can't be checked; indices past the capacity would read its last row.
     x = x._replace(trips=x.trips.clamp(max=capacity))
-    captured = [tracing.tensors.admit(t) for t in m.graph.captured]
-    scales = torch.ones(m.scales.shape, dtype=m.scales.dtype)
     if plan.gather == "window":
         x = x._replace(params=_gathered(plan, x.params), frozen=_gathered(plan, x.frozen))
+    around = _Around(
+        x,
+        [tracing.tensors.admit(t) for t in m.graph.captured],
+        torch.ones(m.scales.shape, dtype=m.scales.dtype),
+        plan,
+    )
+    if m.early is not None:
+        around = around._replace(early=_early_values(m, m.early, around, capacity))
     if len(m.coefficients) > 1:
-        scales = _term_scales(m, x, captured, plan)
-
-    def call(graph: Graph, i: Tensor, buffers: dict[str, Tensor]) -> list[Tensor]:
-        return _call(graph, m, x, i, buffers, scales, captured, plan)
+        around = around._replace(scales=_term_scales(m, around))
 
     grads = [_zeros(s, _acc_dtype(s.dtype, accumulate_dtype)) for s in outs[cut["grads"]]]
     zeros = {
@@ -102,7 +105,7 @@ def run_window(
 
     def body(i: Tensor, c: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         buffers = {**x.buffers, **dict(zip(m.changed, c["buffers"], strict=True))}
-        out = call(m.graph, i, buffers)
+        out = _call(m.graph, m, around, i, buffers)
         new = {k: _add(c[k], out[cut[k]]) for k in ("grads", "totals", "weights", "aux_weights")}
         new["aux"] = _aux_step(m, i, c["aux"], out[cut["aux"]], out[cut["aux_weights"]])
         new |= {k: _kept(m, plan, k, new[k]) for k in ("grads", "totals", "weights")}
@@ -125,16 +128,20 @@ def run_window(
     )
 
 
+class _Around(NamedTuple):
+    """What is the same for all microbatches, or for all of them together."""
+
+    x: WindowInputs
+    captured: list[Tensor]
+    scales: Tensor
+    plan: Plan
+    early: Sequence[Tensor] = ()
+
+
 def _call(
-    graph: Graph,
-    m: Microbatch,
-    x: WindowInputs,
-    i: Tensor,
-    buffers: dict[str, Tensor],
-    scales: Tensor,
-    captured: list[Tensor],
-    plan: Plan,
+    graph: Graph, m: Microbatch, around: _Around, i: Tensor, buffers: dict[str, Tensor]
 ) -> list[Tensor]:
+    x, plan = around.x, around.plan
     weights = {**x.params, **x.frozen}
     batch = {path: ops.take(leaf, i) for path, leaf in x.batch.items()}
     scattered = [n for n in weights if plan.scattered(f"params[{n!r}]")]
@@ -145,9 +152,9 @@ def _call(
         batch = dict(zip(batch, held[len(scattered) :], strict=True))
     inputs = [*_gathered(plan, weights).values(), *(buffers[n] for n in m.buffers)]
     batch = {path: plan.pin_batch(leaf, path) for path, leaf in batch.items()}
-    return list(
-        ops.call(graph.serial, [*inputs, ops.fold_in(x.key, i), scales, *batch.values(), *captured])
-    )
+    inputs += [ops.fold_in(x.key, i), around.scales, *batch.values()]
+    inputs += [ops.take(e, i) for e in around.early]
+    return list(ops.call(graph.serial, [*inputs, *around.captured]))
 
 
 def _gathered(plan: Plan, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -181,9 +188,23 @@ def _added_up(m: Microbatch, plan: Plan, kind: str, values: Sequence[Tensor]) ->
     return out
 
 
-def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor], plan: Plan) -> Tensor:
+def _early_values(m: Microbatch, graph: Graph, around: _Around, capacity: int) -> list[Tensor]:
+    """The inputs that the batch alone determines, a row for each microbatch."""
+    x = around.x
+    zeros = [torch.zeros((capacity, *s.shape), dtype=s.dtype) for s in graph.outputs]
+
+    def body(i: Tensor, c: list[Tensor]) -> list[Tensor]:
+        out = _call(graph, m, around, i, x.buffers)
+        return [ops.put(s, i, v) for s, v in zip(c, out, strict=True)]
+
+    start = torch.zeros((), dtype=torch.int32)
+    parts = loops.fori_loop(start, x.trips, body, zeros)
+    return [p.sum(1, dtype=p.dtype) for p in parts]
+
+
+def _term_scales(m: Microbatch, around: _Around) -> Tensor:
     """``c[t] / sum_i weight[t, i]`` for each term, 0 where the weights sum to 0."""
-    cut = m.slices()
+    cut, x = m.slices(), around.x
     wanted = list(range(*cut["weights"].indices(len(m.graph.outputs))))
     first = len(m.trainable) + len(m.frozen)
     positions = {first + m.buffers.index(n) for n in m.changed}
@@ -194,17 +215,16 @@ def _term_scales(m: Microbatch, x: WindowInputs, captured: list[Tensor], plan: P
     graph = select(m.graph, wanted)
     n = len(m.coefficients)
     zeros = [_zeros(s, _sum_dtype(s.dtype)) for s in graph.outputs[:n]]
-    scales = torch.ones(m.scales.shape, dtype=m.scales.dtype)
 
     def body(i: Tensor, c: tuple[list[Tensor], list[Tensor]]) -> Any:
         buffers = {**x.buffers, **dict(zip(m.changed, c[1], strict=False))}
-        out = _call(graph, m, x, i, buffers, scales, captured, plan)
+        out = _call(graph, m, around, i, buffers)
         return _add(c[0], out[:n]), out[n:]
 
     start = torch.zeros((), dtype=torch.int32)
     state = [x.buffers[b] for b in m.changed] if evolving else []
     sums, _ = loops.fori_loop(start, x.trips, body, (zeros, state))
-    sums = _added_up(m, plan, "weights", sums)
+    sums = _added_up(m, around.plan, "weights", sums)
     weights = torch.stack([w.to(m.scales.dtype) for w in sums])
     c = torch.tensor(m.coefficients, dtype=m.scales.dtype)
     return torch.where(weights > 0, c / torch.where(weights > 0, weights, 1.0), 0.0)

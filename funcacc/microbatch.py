@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from funcacc import inspection, model, trees
 from funcacc.capture.context import Tracing
+from funcacc.capture.early import split_early
 from funcacc.capture.graph import Graph, select
 from funcacc.capture.open_sums import open_sums
 from funcacc.capture.random import noticing_host_draws
@@ -47,6 +48,8 @@ class Microbatch:
         aux: structure of the aux tree.
         opened: outputs that are parts of a sum over the rows of the batch, along a leading
             dimension.
+        early: what gives parts of further inputs of `graph`, which come after the microbatch's
+            leaves; its inputs are those of `graph` without them.
     """
 
     trainable: list[str]
@@ -60,6 +63,7 @@ class Microbatch:
     reductions: list[type] = field(default_factory=list)
     aux: trees.TreeSpec | None = None
     opened: frozenset[int] = frozenset()
+    early: Graph | None = None
 
     def slices(self) -> dict[str, slice]:
         """Where each kind of output stands."""
@@ -234,4 +238,8 @@ def open_sums_of(m: Microbatch, plan: Plan) -> Microbatch:
     }
     out = copy.copy(m)
     out.graph, out.opened = open_sums(m.graph, cut, plan.mesh.rows, wanted)
+    end = len(m.graph.inputs) - len(m.graph.captured)
+    parts = split_early(out.graph, set(range(first, end)), cut, plan.mesh.rows)
+    if parts is not None:
+        out.early, out.graph = parts
     return out

@@ -219,6 +219,12 @@ def the_comparison_fails_with_other_dropout_masks():
         assert_equal(values(other, own), values(model, opt))
 
 
+def labelled(model, x):
+    """PyTorch's own mean over the rows that have a label."""
+    labels = torch.where(x[:, 0] > 0.5, -100, 1)
+    return torch.nn.functional.cross_entropy(model(x), labels)
+
+
 @check
 def data_parallel_reduces_once_a_window_whatever_the_layers():
     from tests.test_open_sums import Attention, Convolutions, Sequence, squares, tokens
@@ -228,6 +234,8 @@ def data_parallel_reduces_once_a_window_whatever_the_layers():
         # Convolutions in groups are gathered by the partitioner.
         (lambda: Convolutions(groups=1), squares, lambda: torch.randn(8, 2, 6, 6)),
         (Sequence, squares, lambda: torch.randn(8, 3, 3)),
+        # The number of labels that the mean divides by is found before the loop.
+        (lambda: nn.Linear(4, 3), labelled, lambda: torch.randn(8, 4)),
     )
     for make, loss, batch in cases:
         ref, data = make(), [batch() for _ in range(2)]

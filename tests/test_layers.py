@@ -26,6 +26,7 @@ ORDER = [
     "capture.decompositions",
     "capture.rows",
     "capture.open_sums",
+    "capture.early",
     "capture.mutation",
     "capture.trace",
     "capture.numbers",

@@ -7,6 +7,7 @@ from torch import nn
 
 import funcacc
 from funcacc.capture import open_sums as module
+from funcacc.capture.early import split_early
 from funcacc.capture.open_sums import open_sums
 from funcacc.cli.gpt import GPT, GPTConfig
 
@@ -116,11 +117,11 @@ def test_a_part_comes_from_its_own_rows():
 
 def test_the_comparison_fails_where_groups_are_mixed_up(monkeypatch):
     def first_rows(self, x, at):
-        part = module._Opening._right_groups(self, x, at)
+        part = module.Opening._right_groups(self, x, at)
         return part[:1].expand(part.shape)
 
-    monkeypatch.setattr(module._Opening, "_right_groups", module._Opening._groups, raising=False)
-    monkeypatch.setattr(module._Opening, "_groups", first_rows)
+    monkeypatch.setattr(module.Opening, "_right_groups", module.Opening._groups, raising=False)
+    monkeypatch.setattr(module.Opening, "_groups", first_rows)
     with pytest.raises(AssertionError):
         compare(*traced("convolutions"))
 
@@ -138,3 +139,52 @@ def test_what_is_no_sum_over_rows_stays_closed():
     # The bias (every row has the same gradient), the square of a sum, its weight, a maximum.
     assert [i for i in range(5) if i not in opened] == [1, 2, 3, 4]
     assert [s.shape for s in graph.outputs][:2] == [(GROUPS, 2, 3), (2,)]
+
+
+def test_what_is_not_linear_in_sums_stays_closed():
+    def loss(m, x):
+        s = m(x).sum()
+        cases = {
+            "number": s + 1,
+            "quotient": s / s,
+            "square": s * s,
+            "whole": s.to(torch.int64),
+            "truth": (x > 0).sum().to(torch.bool),
+            "other way": 1 - s,
+            "linear": -(s / 3 + m.weight.sum()) * m.bias[0],
+        }
+        return s, {k: funcacc.Last(v) for k, v in cases.items()}
+
+    model = nn.Linear(3, 2)
+    step = funcacc.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step.compile([torch.ones(8, 3)])
+    (m,) = step._programs._microbatches.values()
+    values = [torch.randn(s.shape) for s in m.graph.inputs]
+    values[2] = torch.tensor([1, 2], dtype=torch.int32)
+    at = m.slices()["aux"]
+    graph, opened = open_sums(m.graph, {4: 8}, GROUPS, range(at.start, at.stop))
+    # Keys of a dict are sorted: "linear" is the first.
+    assert opened == {at.start}
+    old, new = m.graph(*values), graph(*values)
+    torch.testing.assert_close(new[at.start].sum(0), old[at.start])
+
+
+def test_what_the_batch_alone_determines_is_taken_out():
+    def loss(m, x):
+        labels = torch.where(x[:, 0] > 0.5, -100, 1)
+        scaled = m(x) / (1 + x.square().sum())
+        return F.cross_entropy(scaled, labels)
+
+    model = nn.Linear(3, 2)
+    step = funcacc.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step.compile([torch.ones(8, 3)])
+    (m,) = step._programs._microbatches.values()
+    values = [torch.randn(s.shape) for s in m.graph.inputs]
+    values[2] = torch.tensor([1, 2], dtype=torch.int32)
+    early, late = split_early(m.graph, {4}, {4: 8}, GROUPS)
+    # The number of labels, and the sum of squares.
+    assert [s.shape for s in early.outputs] == [(GROUPS,), (GROUPS,)]
+    given = [part.sum(0) for part in early(*values)]
+    for a, b in zip(m.graph(*values), late(*values, *given), strict=True):
+        torch.testing.assert_close(a, b)
+    assert split_early(late, {4}, {4: 8}, GROUPS) is None

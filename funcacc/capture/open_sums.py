@@ -51,14 +51,14 @@ def open_sums(
         The program, and the outputs that were opened: those that are sums over the rows, followed
         by linear operations at most.
     """
-    opening = _Opening(graph, cut, groups)
+    opening = Opening(graph, cut, groups)
     found = {o: r for o in outputs if opening.openable(r := graph.results[o])}
     if not found:
         return graph, frozenset()
     return opening.build(found), frozenset(found)
 
 
-class _Opening:
+class Opening:
     """What can be opened in a graph, and the graph that does it."""
 
     def __init__(self, graph: Graph, cut: Mapping[int, int], groups: int) -> None:
@@ -89,12 +89,16 @@ class _Opening:
         if node.target in _ADDING:
             every = [x for x in _operands(node, _ADDING[node.target])]
             opened = [x for x in every if self.openable(x)]
-            # The others count in full for one group, so they have to be numbers that can be 0.
-            return opened if all(x.meta["val"].is_floating_point() for x in every) else []
+            # The others count for all groups together, so each takes its share of them.
+            shared = all(x.meta["val"].is_floating_point() for x in every)
+            return opened if shared and not _numbers(node, _ADDING[node.target]) else []
         places = _LINEAR.get(node.target, ())
         opened = [x for x in _operands(node, places) if self.openable(x)]
-        # Not linear in the product of two of them.
-        return opened if len(opened) == 1 else []
+        # Not linear in the product of two of them, in a quotient with itself, in whole numbers.
+        elsewhere = _operands(node, [p for p in range(len(node.args)) if p not in places])
+        if len(opened) != 1 or opened[0] in elsewhere or _truncates(node, opened[0]):
+            return []
+        return opened
 
     def build(self, found: Mapping[int, fx.Node]) -> Graph:
         """The graph with these outputs opened."""
@@ -201,6 +205,16 @@ def _operation(node: fx.Node) -> tuple[fx.Node, int | None]:
         source, place = _any(node.args[:2])
         return source, place
     return node, None
+
+
+def _truncates(node: fx.Node, x: fx.Node) -> bool:
+    before, after = x.meta["val"].dtype, node.meta["val"].dtype
+    return after == torch.bool or (before.is_floating_point and not after.is_floating_point)
+
+
+def _numbers(node: fx.Node, places: Sequence[int]) -> bool:
+    """Whether there is a Python number at some of these places."""
+    return any(isinstance(node.args[p], (bool, int, float)) for p in places if p < len(node.args))
 
 
 def _operands(node: fx.Node, places: Sequence[int]) -> list[fx.Node]:
