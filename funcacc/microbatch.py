@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from funcacc import inspection, model, trees
+from funcacc.capture.batch_norm import local_statistics
 from funcacc.capture.context import Tracing
 from funcacc.capture.early import split_early
 from funcacc.capture.graph import Graph, select
@@ -83,7 +84,7 @@ class Microbatch:
 
 
 class Setting(NamedTuple):
-    """What a microbatch is traced for."""
+    """What a microbatch is traced for; `groups` of its rows have statistics of their own."""
 
     module: nn.Module
     loss_fn: LossFn | None
@@ -93,6 +94,7 @@ class Setting(NamedTuple):
     batch: list[TensorSpec]
     batch_tree: trees.TreeSpec
     device_type: str
+    groups: int = 1
 
 
 def trace_microbatch(s: Setting) -> Microbatch:
@@ -128,7 +130,7 @@ def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
                 p.register_hook(hook)
         names, attributes = inspection.all_names(s.module), inspection.tensor_attributes(s.module)
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
-            with noticing_host_draws():
+            with noticing_host_draws(), local_statistics(s.groups):
                 microbatch = trees.unflatten(s.batch_tree, batch)
                 result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)
@@ -232,8 +234,8 @@ def open_sums_of(m: Microbatch, plan: Plan) -> Microbatch:
         wanted += range(at[kind].start, at[kind].stop)
     first = len(m.trainable) + len(m.frozen) + len(m.buffers) + 2
     cut = {
-        i: spec.shape[0]
-        for i, (name, spec) in enumerate(zip(m.graph.names, m.graph.inputs, strict=True))
+        i
+        for i, name in enumerate(m.graph.names)
         if i >= first and plan.cut_by_rows("window" + name.removeprefix("batch"))
     }
     out = copy.copy(m)

@@ -24,6 +24,7 @@ class Options(NamedTuple):
     steps_per_call: int = 1
     batch_axis: str | tuple[str, ...] | None = None
     gather: str = "microbatch"
+    batch_norm: str = "synchronised"
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Options:
@@ -76,6 +77,11 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "steps_per_call": (
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         "how many optimizer steps TrainStep.run puts into one dispatch, 1 or more",
+    ),
+    "batch_norm": (
+        lambda value: value in ("synchronised", "local"),
+        "'synchronised' or 'local': whether statistics are of the whole batch or of each part "
+        "that a mesh cuts it into",
     ),
     "gather": (
         lambda value: value in ("microbatch", "window"),

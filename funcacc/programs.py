@@ -230,10 +230,16 @@ class Programs:
                 batch,
                 tree,
                 self.engine.device.type,
+                self._groups(),
             )
             self._microbatches[place] = trace_microbatch(setting)
             self.report.traces += 1
         return self._microbatches[place]
+
+    def _groups(self) -> int:
+        """How many parts of a batch have statistics of their own."""
+        local = self.mesh is not None and self.options.batch_norm == "local"
+        return self.mesh.rows if local and self.mesh else 1
 
     def _computed(self, p: Tensor) -> TensorSpec:
         dtype = self.options.compute_dtype

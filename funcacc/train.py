@@ -63,6 +63,8 @@ class TrainStep:
             those called ``data`` and ``fsdp``.
         gather: ``"microbatch"`` or ``"window"``: how often parameters are gathered that are cut
             over the batch axes.
+        batch_norm: ``"synchronised"`` or ``"local"``: statistics over the whole batch or over
+            each part of it.
 
     Raises:
         FuncaccError: for a model or optimizer that a step can't be made of.

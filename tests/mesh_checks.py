@@ -3,6 +3,7 @@
 Run alone: ``CPU_NUM_DEVICES=8 python -m tests.mesh_checks [name ...]``.
 """
 
+import copy
 import json
 import sys
 import time
@@ -313,6 +314,52 @@ def fsdp_gathers_for_each_microbatch_or_once():
     # Three of each: parameter and two moments.
     cut, whole = (16 * 32 + 32 * 8) * 4 * 3 // 8, (32 + 8) * 4 * 3
     assert set(state.values()) == {cut + whole + 4 * 4 + 8 + 4}
+
+
+@check
+def batch_norm_is_synchronised_or_local():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3, bias=False)
+            self.norm = nn.BatchNorm2d(3)
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    ref, data = Net(), [torch.randn(8, 2, 5, 5) for _ in range(3)]
+    for kind in ("synchronised", "local"):
+        model, own = sharded(ref, mesh(4, 2), {}), copy.deepcopy(ref)
+        opt, own_opt = momentum(model), momentum(own)
+        step = funcacc.TrainStep(model, opt, loss, mesh=mesh(4, 2), batch_norm=kind)
+        step(data)
+        if kind == "synchronised":
+            plain(own, own_opt, loss, [data])
+        else:
+            # Replicas with statistics of their own, whose gradients and buffers are averaged.
+            replicas = [copy.deepcopy(own) for _ in range(4)]
+            for x in data:
+                for i, replica in enumerate(replicas):
+                    (loss(replica, x[2 * i : 2 * i + 2]) / 3 / 4).backward()
+                for name, b in own.named_buffers():
+                    each = [dict(r.named_buffers())[name] for r in replicas]
+                    mean = torch.stack(each).double().mean(0).to(b.dtype)
+                    for t in (b, *each):
+                        t.copy_(mean)
+            for name, p in own.named_parameters():
+                p.grad = sum(dict(r.named_parameters())[name].grad for r in replicas)
+            own_opt.step()
+        assert_equal(values(model, opt), values(own, own_opt), 2e-6)
+        inside = [c for c in step.report(collectives=True).collectives if c.in_loop]
+        if kind == "local":
+            # Only the running statistics meet.
+            assert sum(c.nbytes for c in inside) == 2 * 3 * 4, inside
+        else:
+            assert inside
 
 
 @check

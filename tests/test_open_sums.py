@@ -86,7 +86,7 @@ def traced(name):
 
 def compare(m, at, values):
     wanted = range(m.slices()["aux"].stop)
-    graph, opened = open_sums(m.graph, {at: 8}, GROUPS, wanted)
+    graph, opened = open_sums(m.graph, {at}, GROUPS, wanted)
     old, new = m.graph(*values), graph(*values)
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
         if i in opened:
@@ -106,7 +106,7 @@ def test_the_parts_of_all_gradients_add_up_to_them(name):
 
 def test_a_part_comes_from_its_own_rows():
     m, at, values = traced("attention")
-    graph, opened = open_sums(m.graph, {at: 8}, GROUPS, [0])
+    graph, opened = open_sums(m.graph, {at}, GROUPS, [0])
     assert opened == {0}
     before = graph(*values)[0]
     values[at] = values[at].clone()
@@ -135,7 +135,7 @@ def test_what_is_no_sum_over_rows_stays_closed():
     )
     step.compile([torch.ones(8, 3)])
     (m,) = step._programs._microbatches.values()
-    graph, opened = open_sums(m.graph, {4: 8}, GROUPS, range(5))
+    graph, opened = open_sums(m.graph, {4}, GROUPS, range(5))
     # The bias (every row has the same gradient), the square of a sum, its weight, a maximum.
     assert [i for i in range(5) if i not in opened] == [1, 2, 3, 4]
     assert [s.shape for s in graph.outputs][:2] == [(GROUPS, 2, 3), (2,)]
@@ -162,7 +162,7 @@ def test_what_is_not_linear_in_sums_stays_closed():
     values = [torch.randn(s.shape) for s in m.graph.inputs]
     values[2] = torch.tensor([1, 2], dtype=torch.int32)
     at = m.slices()["aux"]
-    graph, opened = open_sums(m.graph, {4: 8}, GROUPS, range(at.start, at.stop))
+    graph, opened = open_sums(m.graph, {4}, GROUPS, range(at.start, at.stop))
     # Keys of a dict are sorted: "linear" is the first.
     assert opened == {at.start}
     old, new = m.graph(*values), graph(*values)
@@ -181,10 +181,10 @@ def test_what_the_batch_alone_determines_is_taken_out():
     (m,) = step._programs._microbatches.values()
     values = [torch.randn(s.shape) for s in m.graph.inputs]
     values[2] = torch.tensor([1, 2], dtype=torch.int32)
-    early, late = split_early(m.graph, {4}, {4: 8}, GROUPS)
+    early, late = split_early(m.graph, {4}, {4}, GROUPS)
     # The number of labels, and the sum of squares.
     assert [s.shape for s in early.outputs] == [(GROUPS,), (GROUPS,)]
     given = [part.sum(0) for part in early(*values)]
     for a, b in zip(m.graph(*values), late(*values, *given), strict=True):
         torch.testing.assert_close(a, b)
-    assert split_early(late, {4}, {4: 8}, GROUPS) is None
+    assert split_early(late, {4}, {4}, GROUPS) is None

@@ -8,7 +8,7 @@ for all microbatches beforehand, at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Set
 
 from torch import Tensor, fx
 
@@ -21,7 +21,7 @@ _MOST = 4096
 
 
 def split_early(
-    graph: Graph, batch: Set[int], cut: Mapping[int, int], groups: int
+    graph: Graph, batch: Set[int], cut: Set[int], groups: int
 ) -> tuple[Graph, Graph] | None:
     """Cut a microbatch's graph in two.
 

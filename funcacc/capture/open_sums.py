@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def open_sums(
-    graph: Graph, cut: Mapping[int, int], groups: int, outputs: Iterable[int]
+    graph: Graph, cut: Iterable[int], groups: int, outputs: Iterable[int]
 ) -> tuple[Graph, frozenset[int]]:
     """The same program, with the parts of some outputs in the place of their sum.
 
@@ -43,7 +43,7 @@ def open_sums(
 
     Args:
         graph: of one microbatch.
-        cut: inputs that hold the batch's rows -> the number of rows, along dimension 0.
+        cut: inputs that hold the batch's rows along dimension 0.
         groups: how many parts; divides the number of rows.
         outputs: which outputs may be opened.
 
@@ -61,14 +61,11 @@ def open_sums(
 class Opening:
     """What can be opened in a graph, and the graph that does it."""
 
-    def __init__(self, graph: Graph, cut: Mapping[int, int], groups: int) -> None:
+    def __init__(self, graph: Graph, cut: Iterable[int], groups: int) -> None:
         self.graph = graph
         self.groups = groups
-        self.rows: dict[fx.Node, Rows] = {}
-        for count in sorted(set(cut.values())):
-            inputs = [graph.placeholders[i] for i, n in cut.items() if n == count]
-            start = {node: Rows(0, 1) for node in inputs}
-            self.rows = {**track(graph.module.graph.nodes, start, count), **self.rows}
+        start = {graph.placeholders[i]: Rows(0, 1) for i in cut}
+        self.rows = track(graph.module.graph.nodes, start, groups)
         self.known: dict[fx.Node, bool] = {}
 
     def openable(self, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in the values of a graph: which dimension goes with them."""
+"""Where groups of a batch's rows are in the values of a graph: which dimension goes with them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ aten = torch.ops.aten
 
 
 class Rows(NamedTuple):
-    """The rows of a batch within a dimension: its size is ``outer * rows * inner``.
+    """The groups of rows within a dimension: its size is ``outer * groups * inner``.
 
     Attributes:
         dim: the dimension.
-        outer: how many times the rows are gone through in it.
+        outer: how many times the groups are gone through in it.
     """
 
     dim: int
     outer: int
 
 
-def track(nodes: Iterable[fx.Node], start: dict[fx.Node, Rows], rows: int) -> dict[fx.Node, Rows]:
-    """Follow the rows of a batch through a graph.
+def track(nodes: Iterable[fx.Node], start: dict[fx.Node, Rows], groups: int) -> dict[fx.Node, Rows]:
+    """Follow groups of consecutive rows of a batch through a graph.
 
     A guess for operations that aren't known here: whoever relies on the answer must be right in
     any case, and only slower when it is wrong.
@@ -34,7 +34,7 @@ def track(nodes: Iterable[fx.Node], start: dict[fx.Node, Rows], rows: int) -> di
     Args:
         nodes: of the graph, in order.
         start: where they are in inputs.
-        rows: how many there are.
+        groups: how many there are.
 
     Returns:
         Where they are in those values that have them in one place.
@@ -46,14 +46,14 @@ def track(nodes: Iterable[fx.Node], start: dict[fx.Node, Rows], rows: int) -> di
         if node.op != "call_function" or not isinstance(value, Tensor) or node in found:
             continue
         rule = _RULES.get(source.target, _same_place)
-        at = rule(source, found, tuple(value.shape), rows)
-        if at is not None and _fits(value.shape, at, rows):
+        at = rule(source, found, tuple(value.shape), groups)
+        if at is not None and _fits(value.shape, at, groups):
             found[node] = at
     return found
 
 
-def _fits(shape: Sequence[int], at: Rows, rows: int) -> bool:
-    return 0 <= at.dim < len(shape) and shape[at.dim] % (at.outer * rows) == 0 < shape[at.dim]
+def _fits(shape: Sequence[int], at: Rows, groups: int) -> bool:
+    return 0 <= at.dim < len(shape) and shape[at.dim] % (at.outer * groups) == 0 < shape[at.dim]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ Found = dict[fx.Node, Rows]
 Rule = Callable[[fx.Node, Found, tuple[int, ...], int], "Rows | None"]
 
 
-def _same_place(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+def _same_place(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
     """The dimension of the same size, counted from the last one, as in broadcasting."""
     for x in node.all_input_nodes:
         if x in found:
@@ -74,7 +74,7 @@ def _same_place(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) 
     return None
 
 
-def _reshaped(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+def _reshaped(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
     """As many elements before the rows as there were."""
     x: Any = node.args[0]
     if x not in found:
@@ -82,7 +82,7 @@ def _reshaped(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) ->
     before = math.prod(_shape(x)[: found[x].dim]) * found[x].outer
     for dim in range(len(shape)):
         own = math.prod(shape[:dim])
-        if own and before % own == 0 and _fits(shape, Rows(dim, before // own), rows):
+        if own and before % own == 0 and _fits(shape, Rows(dim, before // own), groups):
             return Rows(dim, before // own)
     return None
 
@@ -90,7 +90,7 @@ def _reshaped(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) ->
 def _moved(place: Callable[..., int | None]) -> Rule:
     """A rule for one operand whose dimension `d` becomes ``place(d, rank, *args)``."""
 
-    def rule(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+    def rule(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
         x: Any = node.args[0]
         if x not in found:
             return None
@@ -128,7 +128,7 @@ def reduced_dims(dims: Any, rank: int) -> set[int]:
 def _product(*operands: tuple[int, dict[int, int]]) -> Rule:
     """A rule for products: (position of an operand, where each of its dimensions goes)."""
 
-    def rule(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+    def rule(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
         for position, places in operands:
             x: Any = node.args[position]
             if x in found and found[x].dim in places:
@@ -138,15 +138,15 @@ def _product(*operands: tuple[int, dict[int, int]]) -> Rule:
     return rule
 
 
-def _looked_up(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
+def _looked_up(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
     """``weight[indices]``: the dimensions of the indices come first."""
     x: Any = node.args[1]
     x = x[0] if isinstance(x, (list, tuple)) else x
     return found.get(x)
 
 
-def _joined(node: fx.Node, found: Found, shape: tuple[int, ...], rows: int) -> Rows | None:
-    """Pieces with all rows in each, one after the other, have them several times."""
+def _joined(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
+    """Pieces with all groups in each, one after the other, have them several times."""
     pieces: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else 0
     at = next((found[x] for x in pieces if x in found), None)
