@@ -16,8 +16,10 @@ from funcacc.capture.batch_norm import local_statistics
 from funcacc.capture.context import Tracing
 from funcacc.capture.early import split_early
 from funcacc.capture.graph import Graph, select
+from funcacc.capture.open_loops import open_loops
 from funcacc.capture.open_sums import open_sums
 from funcacc.capture.random import noticing_host_draws
+from funcacc.capture.rows import Rows
 from funcacc.capture.trace import capture
 from funcacc.default_loss import default_loss
 from funcacc.errors import CarryError, ModelError
@@ -239,7 +241,8 @@ def open_sums_of(m: Microbatch, plan: Plan) -> Microbatch:
         if i >= first and plan.cut_by_rows("window" + name.removeprefix("batch"))
     }
     out = copy.copy(m)
-    out.graph, out.opened = open_sums(m.graph, cut, plan.mesh.rows, wanted)
+    graph = open_loops(m.graph, dict.fromkeys(cut, Rows(0, 1)), plan.mesh.rows)
+    out.graph, out.opened = open_sums(graph, cut, plan.mesh.rows, wanted)
     end = len(m.graph.inputs) - len(m.graph.captured)
     parts = split_early(out.graph, set(range(first, end)), cut, plan.mesh.rows)
     if parts is not None:

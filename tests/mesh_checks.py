@@ -228,13 +228,14 @@ def labelled(model, x):
 
 @check
 def data_parallel_reduces_once_a_window_whatever_the_layers():
-    from tests.test_open_sums import Attention, Convolutions, Sequence, squares, tokens
+    from tests.test_open_sums import Attention, Convolutions, Sequence, Stack, squares, tokens
 
     cases = (
         (Attention, tokens, lambda: torch.randint(0, 20, (8, 5))),
         # Convolutions in groups are gathered by the partitioner.
         (lambda: Convolutions(groups=1), squares, lambda: torch.randn(8, 2, 6, 6)),
         (Sequence, squares, lambda: torch.randn(8, 3, 3)),
+        (Stack, squares, lambda: torch.randn(8, 3)),
         # The number of labels that the mean divides by is found before the loop.
         (lambda: nn.Linear(4, 3), labelled, lambda: torch.randn(8, 4)),
     )

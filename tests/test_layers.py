@@ -26,6 +26,7 @@ ORDER = [
     "capture.decompositions",
     "capture.rows",
     "capture.open_sums",
+    "capture.open_loops",
     "capture.early",
     "capture.mutation",
     "capture.trace",

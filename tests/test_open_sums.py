@@ -8,7 +8,9 @@ from torch import nn
 import funcacc
 from funcacc.capture import open_sums as module
 from funcacc.capture.early import split_early
+from funcacc.capture.open_loops import open_loops
 from funcacc.capture.open_sums import open_sums
+from funcacc.capture.rows import Rows
 from funcacc.cli.gpt import GPT, GPTConfig
 
 GROUPS = 4
@@ -49,6 +51,24 @@ class Sequence(nn.Module):
         return self.lstm(x)[0]
 
 
+class Stack(nn.Module):
+    """Layers in one loop, and a loop in each of them that shares a weight."""
+
+    def __init__(self, checkpoint=False):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2), nn.Tanh()) for _ in range(3)
+        )
+        self.again = nn.Linear(3, 3)
+        self.checkpoint = checkpoint
+
+    def forward(self, x):
+        x = funcacc.scan_layers(self.layers, x)
+        return funcacc.fori_loop(
+            0, 2, lambda i, c: torch.sin(self.again(c)), x, checkpoint=self.checkpoint
+        )
+
+
 def tokens(model, x):
     return funcacc.losses.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
@@ -68,6 +88,8 @@ CASES = {
     "gpt": (lambda: GPT(GPTConfig(5, 1, 2, 8, 0.1)), lambda: torch.randint(0, 99, (8, 5)), tokens),
     "convolutions": (Convolutions, lambda: torch.randn(8, 2, 6, 6), squares),
     "sequence": (Sequence, lambda: torch.randn(8, 5, 3), squares),
+    "stack": (Stack, lambda: torch.randn(8, 3), squares),
+    "stack, carries kept only": (lambda: Stack(True), lambda: torch.randn(8, 3), squares),
 }
 
 
@@ -86,7 +108,8 @@ def traced(name):
 
 def compare(m, at, values):
     wanted = range(m.slices()["aux"].stop)
-    graph, opened = open_sums(m.graph, {at}, GROUPS, wanted)
+    loops = open_loops(m.graph, {at: Rows(0, 1)}, GROUPS)
+    graph, opened = open_sums(loops, {at}, GROUPS, wanted)
     old, new = m.graph(*values), graph(*values)
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
         if i in opened:

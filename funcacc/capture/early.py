@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from funcacc.capture.graph import Graph
 from funcacc.capture.open_sums import Opening, open_sums
+from funcacc.capture.rows import Rows
 from funcacc.types import TensorSpec
 
 _MOST = 4096
@@ -38,7 +39,7 @@ def split_early(
     Returns:
         ``(early, late)``, or None where there is no such sum.
     """
-    opening = Opening(graph, cut, groups)
+    opening = Opening(graph, dict.fromkeys(cut, Rows(0, 1)), groups)
     known = {node for i, node in enumerate(graph.placeholders) if i in batch}
     for node in graph.nodes:
         if all(x in known for x in node.all_input_nodes):

@@ -51,7 +51,7 @@ def open_sums(
         The program, and the outputs that were opened: those that are sums over the rows, followed
         by linear operations at most.
     """
-    opening = Opening(graph, cut, groups)
+    opening = Opening(graph, dict.fromkeys(cut, Rows(0, 1)), groups)
     found = {o: r for o in outputs if opening.openable(r := graph.results[o])}
     if not found:
         return graph, frozenset()
@@ -61,11 +61,10 @@ def open_sums(
 class Opening:
     """What can be opened in a graph, and the graph that does it."""
 
-    def __init__(self, graph: Graph, cut: Iterable[int], groups: int) -> None:
+    def __init__(self, graph: Graph, start: Mapping[int, Rows], groups: int) -> None:
         self.graph = graph
         self.groups = groups
-        start = {graph.placeholders[i]: Rows(0, 1) for i in cut}
-        self.rows = track(graph.module.graph.nodes, start, groups)
+        self.rows = track(graph, start, groups)
         self.known: dict[fx.Node, bool] = {}
 
     def openable(self, node: fx.Node) -> bool:
@@ -100,9 +99,7 @@ class Opening:
     def build(self, found: Mapping[int, fx.Node]) -> Graph:
         """The graph with these outputs opened."""
         order = self._needed(found.values())
-        inside = set(order)
-        read = [x for n in order for x in _operation(n)[0].all_input_nodes if x not in inside]
-        inputs = list(dict.fromkeys(read))
+        inputs = list(dict.fromkeys(x for n in order for x in self._closed(n)))
         module = self._trace(order, inputs, list(found.values()))
         new = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
@@ -120,6 +117,11 @@ class Opening:
         joined = fx.GraphModule(self.graph.module, new)
         g = self.graph
         return Graph(joined, g.inputs, specs, g.names, g.captured, g.parts)
+
+    def _closed(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that are taken as they are."""
+        opened = [] if self.summed(node) is not None else self.linear_in(node)
+        return [x for x in _operation(node)[0].all_input_nodes if x not in opened]
 
     def _needed(self, results: Iterable[fx.Node]) -> list[fx.Node]:
         """The operations from the sums on, in order."""

@@ -49,8 +49,8 @@ def _run_loop(
     return _fresh(values, [*carry, *consts])
 
 
-def _run_put(xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
-    return xs.index_copy(0, index.view(1).to(torch.int64), x.unsqueeze(0))
+def _run_put(xs: Tensor, index: Tensor, x: Tensor, dim: int = 0) -> Tensor:
+    return xs.index_copy(dim, index.view(1).to(torch.int64), x.unsqueeze(dim))
 
 
 def _run_scatter_rows(xs: Tensor, indices: Tensor, count: int) -> Tensor:
@@ -95,11 +95,11 @@ take = _define(
 """``xs[index]`` for an integer tensor `index`, without a host read."""
 
 put = _define(
-    "put(Tensor xs, Tensor index, Tensor x) -> Tensor",
+    "put(Tensor xs, Tensor index, Tensor x, int dim=0) -> Tensor",
     _run_put,
-    lambda xs, index, x: torch.empty_like(xs),
+    lambda xs, index, x, dim=0: torch.empty_like(xs),
 )
-"""A copy of `xs` with ``xs[index] = x``."""
+"""A copy of `xs` with ``xs[index] = x``, or with `x` at `index` along another dimension."""
 
 scatter_rows = _define(
     "scatter_rows(Tensor xs, Tensor indices, int count) -> Tensor",

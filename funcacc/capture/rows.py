@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from funcacc.capture import ops
+from funcacc.capture.graph import Graph, find
 
 aten = torch.ops.aten
 
@@ -25,31 +28,86 @@ class Rows(NamedTuple):
     outer: int
 
 
-def track(nodes: Iterable[fx.Node], start: dict[fx.Node, Rows], groups: int) -> dict[fx.Node, Rows]:
+def track(graph: Graph, start: Mapping[int, Rows], groups: int) -> dict[fx.Node, Rows]:
     """Follow groups of consecutive rows of a batch through a graph.
 
     A guess for operations that aren't known here: whoever relies on the answer must be right in
     any case, and only slower when it is wrong.
 
     Args:
-        nodes: of the graph, in order.
+        graph: with the graphs that it calls and loops over.
         start: where they are in inputs.
         groups: how many there are.
 
     Returns:
         Where they are in those values that have them in one place.
     """
-    found = dict(start)
-    for node in nodes:
-        value = node.meta.get("val")
-        source = node.args[0] if node.target is operator.getitem else node
-        if node.op != "call_function" or not isinstance(value, Tensor) or node in found:
+    found = {graph.placeholders[i]: at for i, at in start.items()}
+    several: dict[fx.Node, list[Rows | None]] = {}
+    for node in graph.nodes:
+        if node.target in (ops.call, ops.loop):
+            several[node] = (_called if node.target is ops.call else _looped)(node, found, groups)
             continue
-        rule = _RULES.get(source.target, _same_place)
-        at = rule(source, found, tuple(value.shape), groups)
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        source: Any = node.args[0] if node.target is operator.getitem else node
+        if source in several:
+            at = several[source][node.args[1]]
+        else:
+            rule = _RULES.get(source.target, _same_place)
+            at = rule(source, found, tuple(value.shape), groups)
         if at is not None and _fits(value.shape, at, groups):
             found[node] = at
     return found
+
+
+def _within(
+    graph: Graph, values: Sequence[fx.Node], places: Sequence[Rows | None], groups: int
+) -> list[Rows | None]:
+    """Where the groups are in the results of a graph that is given some values."""
+    start = {i: at for i, at in enumerate(places) if at is not None}
+    found = track(graph, start, groups)
+    return [found.get(r) for r in graph.results]
+
+
+def _called(node: fx.Node, found: Found, groups: int) -> list[Rows | None]:
+    serial, inputs = _any(node.args)
+    return _within(find(serial), inputs, [found.get(x) for x in inputs], groups)
+
+
+def _looped(node: fx.Node, found: Found, groups: int) -> list[Rows | None]:
+    """What the carry has before each trip, and so at the end: the same in all of them."""
+    _, serial, carry, consts = _any(node.args)
+    outside = [found.get(x) for x in consts]
+    places = [found.get(x) for x in carry]
+    given_up: set[int] = set()
+    for _ in range(len(carry) + 2):
+        after = _within(find(serial), [*carry, *consts], [*places, *outside], groups)
+        agreed = list(places)
+        for i, at in enumerate(after[: len(carry)]):
+            if places[i] is None and at is not None and i not in given_up and is_zero(carry[i]):
+                # A stack that is filled trip by trip.
+                agreed[i] = at
+            elif places[i] != at:
+                agreed[i] = None
+                given_up.add(i)
+        if agreed == places:
+            return places
+        places = agreed
+    return [None] * len(carry)
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a value is a constant of zeros."""
+    if node.target in (aten.full.default, aten.full_like.default):
+        return bool(node.args[1] == 0)
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
+
+
+def _any(args: Any) -> Any:
+    """Arguments whose types an operation's schema gives."""
+    return args
 
 
 def _fits(shape: Sequence[int], at: Rows, groups: int) -> bool:
@@ -125,6 +183,15 @@ def reduced_dims(dims: Any, rank: int) -> set[int]:
     return {i % rank for i in named} if named else set(range(rank))
 
 
+def _put(node: fx.Node, found: Found, shape: tuple[int, ...], groups: int) -> Rows | None:
+    """A row that has them within it gives them to the stack."""
+    xs, _, x = _any(node.args[:3])
+    if xs in found:
+        return found[xs]
+    dim = node.args[3] if len(node.args) > 3 else 0
+    return None if x not in found else found[x]._replace(dim=found[x].dim + (found[x].dim >= dim))
+
+
 def _product(*operands: tuple[int, dict[int, int]]) -> Rule:
     """A rule for products: (position of an operand, where each of its dimensions goes)."""
 
@@ -171,6 +238,8 @@ _RULES: dict[Any, Rule] = {
     aten.mm.default: _product((0, {0: 0}), (1, {1: 1})),
     aten.addmm.default: _product((1, {0: 0}), (2, {1: 1})),
     aten.bmm.default: _product((0, {0: 0, 1: 1}), (1, {0: 0, 2: 2})),
+    ops.take: _moved(lambda d, rank, index: d - 1 if d else None),
+    ops.put: _put,
     aten.embedding.default: _looked_up,
     aten.index.Tensor: _looked_up,
 }

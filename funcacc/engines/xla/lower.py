@@ -134,8 +134,8 @@ def _take(target: Target, xs: Tensor, index: Tensor) -> Tensor:
     return _one("take", [xs, index], natives.take(*TensorSpec.of(xs), index.dtype))
 
 
-def _put(target: Target, xs: Tensor, index: Tensor, x: Tensor) -> Tensor:
-    return _one("put", [xs, index, x], natives.put(*TensorSpec.of(xs), index.dtype))
+def _put(target: Target, xs: Tensor, index: Tensor, x: Tensor, dim: int = 0) -> Tensor:
+    return _one("put", [xs, index, x], natives.put(*TensorSpec.of(xs), index.dtype, dim))
 
 
 def _scaled_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:

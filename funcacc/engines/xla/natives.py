@@ -135,14 +135,16 @@ def take(sizes: tuple[int, ...], dtype: Any, index_dtype: Any) -> Any:
 
 
 @functools.cache
-def put(sizes: tuple[int, ...], dtype: Any, index_dtype: Any) -> Any:
-    """The computation of ``xs`` with one row replaced."""
+def put(sizes: tuple[int, ...], dtype: Any, index_dtype: Any, dim: int) -> Any:
+    """The computation of ``xs`` with one row along a dimension replaced."""
+    rest = (*sizes[:dim], *sizes[dim + 1 :])
 
     def fn(builder: Any, xs: Any, index: Any, x: Any) -> list[Any]:
-        row = x.reshape([1, *sizes[1:]])
-        return [xs.dynamic_update_slice(row, _start(index, len(sizes)))]
+        row = x.reshape([*sizes[:dim], 1, *sizes[dim + 1 :]])
+        first, *others = _start(index, len(sizes))
+        return [xs.dynamic_update_slice(row, [*others[:dim], first, *others[dim:]])]
 
-    shapes = [shape_of(sizes, dtype), shape_of((), index_dtype), shape_of(sizes[1:], dtype)]
+    shapes = [shape_of(sizes, dtype), shape_of((), index_dtype), shape_of(rest, dtype)]
     return build("put", shapes, fn)
 
 
