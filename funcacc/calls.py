@@ -29,6 +29,7 @@ class Call(NamedTuple):
             each call, since it may be written to in place.
         places: where what is neither state nor read belongs: one for each input of a window and
             for each captured tensor; `None` leaves it where it is.
+        lying: where targets and read tensors have to lie on a mesh; empty on one device.
     """
 
     compiled: Compiled
@@ -36,6 +37,7 @@ class Call(NamedTuple):
     read: list[Tensor]
     captured: list[Tensor]
     places: list[Placement | None]
+    lying: list[Placement]
 
     def blank_inputs(self, engine: Engine) -> list[Tensor]:
         """Zeros in the place of a window's inputs and of captured tensors."""
@@ -123,22 +125,16 @@ class Calls:
         graph, plan, first = compiled.step.graph, compiled.plan, len(targets) + 2 + len(read)
         rest = zip(graph.names[first:], graph.inputs[first:], strict=True)
         inputs = [plan.of(p, len(s.shape)) if p in plan.leaves else None for p, s in rest]
-        call = Call(compiled, targets, read, graph.captured, inputs)
-        if compiled.plan.mesh is not None:
-            places = self._places(call)
-            self._engine.place([*targets, *read], places)
-        return call
-
-    def _places(self, call: Call) -> list[Placement]:
-        """Where the program wants targets and read tensors."""
-        layout, plan = call.compiled.layout, call.compiled.plan
-        specs, paths = layout.signature()
-        n = len(call.targets)
-        places = [plan.of(p, len(s.shape)) for p, s in zip(paths, specs, strict=True)]
-        return [*places[:n], *places[n + 2 : n + 2 + len(call.read)]]
+        lying: list[Placement] = []
+        if plan.mesh is not None:
+            paths = [*graph.names[: len(targets)], *graph.names[first - len(read) : first]]
+            tensors = [*targets, *read]
+            lying = [plan.of(p, t.ndim) for p, t in zip(paths, tensors, strict=True)]
+            self._engine.place(tensors, lying)
+        return Call(compiled, targets, read, graph.captured, inputs, lying)
 
     def _in_place(self, call: Call) -> bool:
         """Whether nobody has placed a tensor otherwise; a replay doesn't look."""
         if call.compiled.plan.mesh is None:
             return True
-        return self._engine.placements([*call.targets, *call.read]) == self._places(call)
+        return self._engine.placements([*call.targets, *call.read]) == call.lying
