@@ -13,6 +13,7 @@ from funcacc.model import FunctionalModel, functionalize
 from funcacc.one_line import train_step
 from funcacc.reading import windows
 from funcacc.remat import checkpoint
+from funcacc.saving import load, save
 from funcacc.state import TrainState
 from funcacc.step import Accumulated, StepOutput
 from funcacc.train import TrainStep
@@ -37,7 +38,9 @@ __all__ = [
     "fori_loop",
     "functionalize",
     "jit",
+    "load",
     "losses",
+    "save",
     "scan",
     "scan_layers",
     "sharding",

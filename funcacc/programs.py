@@ -81,9 +81,6 @@ class Programs:
         donate: whether state is donated.
         report: where traces, times and reasons are noted.
         mesh: of devices, or `None` for one device.
-
-    Attributes:
-        born: names of parameters whose optimizer state starts from the next gradient.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class Programs:
         self.donate = donate
         self.report = report
         self.mesh = mesh
-        self.born: set[str] = set()
         self._attributes = Attributes()
         self._microbatches: dict[Any, Microbatch] = {}
         self._compiled: dict[Any, Compiled] = {}
@@ -203,7 +199,6 @@ class Programs:
         program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
         self.report.seconds["lower"] += program.seconds["lower"]
         opt.install(created, plan.putting(self.engine))
-        self.born.update(created.born)
         # The key of a first call had no optimizer state in it; the next one will. Tracing
         # may also have found numbers that were taken for fixed.
         key["optimizer state"] = _specs(opt)

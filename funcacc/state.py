@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcacc import trees
@@ -47,3 +48,14 @@ def matching(mine: TrainState, other: TrainState) -> list[tuple[Tensor, Tensor]]
     if lines:
         raise StateError("the state doesn't fit this step:\n" + "\n".join(lines))
     return list(zip(a, b, strict=True))
+
+
+def key_misfits(state: dict[str, Any]) -> list[str]:
+    """What is wrong with the random key and the step count of a step's state dict."""
+    lines = []
+    key = state.get("rng")
+    if not isinstance(key, Tensor) or TensorSpec.of(key) != TensorSpec((2,), torch.int32):
+        lines.append("state['rng'] must be an int32[2] tensor, as TrainStep.state_dict gives")
+    if not isinstance(state.get("step"), int):
+        lines.append("state['step'] must be an int, as TrainStep.state_dict gives")
+    return lines

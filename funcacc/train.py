@@ -23,9 +23,9 @@ from funcacc.plan import mesh_of
 from funcacc.programs import Compiled, Programs
 from funcacc.report import Report
 from funcacc.several import Scheduler
-from funcacc.state import TrainState, matching
+from funcacc.state import TrainState, key_misfits, matching
 from funcacc.step import StepOutput
-from funcacc.types import LossFn, TensorSpec
+from funcacc.types import LossFn
 from funcacc.watch import same
 
 
@@ -180,12 +180,13 @@ class TrainStep:
         n = compiled.layout.num_state
         self._engine.assign(targets, outputs[:n])
         self._owned = targets, storages(targets)
-        self._programs.born.clear()
-        return trees.unflatten(compiled.step.output, outputs[n:])
+        result = trees.unflatten(compiled.step.output, outputs[n:])
+        self._adopted.stepped(compiled.update, lambda: self._moved(result))
+        return result
 
     def _moved(self, result: StepOutput) -> bool:
-        # Asked only by optimizers that keep counts on the host: reading waits.
-        return not (self.options.skip_nonfinite and bool(result.skipped))
+        # Asked only by optimizers that keep counts on the host, or whose state is new: it waits.
+        return not (self.options.skip_nonfinite and bool(result.skipped.any()))
 
     def run(
         self, windows: Iterable[Any], scheduler: Scheduler | None = None
@@ -201,8 +202,9 @@ class TrainStep:
                     scheduler.step()
 
         Windows and hyperparameters of a dispatch are gathered before it. It takes fewer steps
-        when the windows end, or when one has other shapes; no window is left out. What the
-        user does with an output happens between dispatches.
+        when the windows end, when one has other shapes, and while a step may be skipped with
+        which state starts (momentum); no window is left out. What the user does with an
+        output happens between dispatches.
 
         Args:
             windows: of `funcacc.windows`, or whatever a call takes.
@@ -230,7 +232,12 @@ class TrainStep:
                 )
                 # So that a failure comes before schedulers have moved.
                 call.compiled.program.prepare()
-            group, source = several.gather(first, source, size, call, self._adopted, scheduler)
+            # Only the first step of a dispatch can start state from its gradient, and it may
+            # be skipped.
+            one = self.options.skip_nonfinite and any(self._flags(call))
+            group, source = several.gather(
+                first, source, 1 if one else size, call, self._adopted, scheduler
+            )
             with self._lock, torch.inference_mode(False):
                 if not self._owns(self._targets(call)):
                     self._own(self._targets(call))
@@ -256,7 +263,7 @@ class TrainStep:
 
     def _flags(self, call: Call) -> list[float]:
         """1.0 for each parameter whose optimizer state starts from the next gradient."""
-        return [float(n in self._programs.born) for n in call.compiled.update.born]
+        return [float(self._adopted.fresh(n)) for n in call.compiled.update.born]
 
     def _count(self, count: Any) -> Tensor:
         if isinstance(count, Tensor):
@@ -331,37 +338,26 @@ class TrainStep:
         the first step, or after `compile`. A torch optimizer has a state dict of its own.
         """
         state = {"rng": self._rng.cpu().clone(), "step": int(self._step)}
-        own = self._adopted.own_state()
-        return {**state, "opt_state": own} if own else state
+        return {**state, **self._adopted.own_state()}
+
+    def misfits(self, state: dict[str, Any]) -> list[str]:
+        """What of a state dict doesn't fit this step, a line each."""
+        params = models.parameters(self.model)
+        return [*key_misfits(state), *self._adopted.own_misfits(state, params)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave.
 
         Raises:
-            StateError: when it isn't such a dict; nothing was changed.
+            StateError: when it isn't such a dict, or of another optimizer; nothing was changed.
         """
-        key = state.get("rng")
-        if not isinstance(key, Tensor) or TensorSpec.of(key) != TensorSpec((2,), torch.int32):
-            raise StateError(
-                "state['rng'] must be an int32[2] tensor, as TrainStep.state_dict gives"
-            )
-        if not isinstance(state.get("step"), int):
-            raise StateError("state['step'] must be an int, as TrainStep.state_dict gives")
-        own, given = self._adopted.own_state(), state.get("opt_state", {})
-        lines = [
-            f"  {p}: {_spec_of(given, p)} given, {_spec_of(own, p)} needed"
-            for p in sorted({*own, *given})
-            if _spec_of(given, p) != _spec_of(own, p)
-        ]
+        lines = self.misfits(state)
         if lines:
-            raise StateError(
-                "state['opt_state'] doesn't fit this step (without any yet, call "
-                "step.compile(batches) before loading):\n" + "\n".join(lines)
-            )
-        for path, value in given.items():
-            self._adopted.replace(path, self._engine.put(value))
-        self._rng = self._engine.put(key)
-        self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
+            raise StateError("the state doesn't fit this step:\n  " + "\n  ".join(lines))
+        with self._lock:
+            self._adopted.load_own(state, models.parameters(self.model), self._engine.put)
+            self._rng = self._engine.put(state["rng"])
+            self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
 
     @property
     def programs(self) -> list[Program]:
@@ -388,11 +384,6 @@ class TrainStep:
             "a TrainStep can't be pickled or copied; save model.state_dict(), opt.state_dict() "
             "and step.state_dict(), and make a new TrainStep"
         )
-
-
-def _spec_of(tensors: dict[str, Any], path: str) -> TensorSpec | None:
-    value = tensors.get(path)
-    return TensorSpec.of(value) if isinstance(value, Tensor) else None
 
 
 def storages(tensors: Sequence[Tensor]) -> list[Any]:

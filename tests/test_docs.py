@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = [
-    "batches", "engines", "jit", "layers", "loops", "loss", "model", "one_line", "remat", "train",
+    "batches", "engines", "jit", "layers", "loops", "loss", "model", "one_line", "remat",
+    "saving", "train",
 ]  # fmt: skip
 
 

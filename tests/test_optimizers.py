@@ -494,3 +494,42 @@ def test_gradient_modes_of_the_caller_do_not_matter(engine, mode):
             pair.step(batches)
         plain_step(pair.ref, pair.ref_opt, loss_fn, batches)
     pair.check()
+
+
+def dampened(model):
+    """Its momentum starts as the first gradient, which zeros wouldn't give."""
+    return optim.SGD(trainable(model), lr=0.1, momentum=0.9, dampening=0.5)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_state_starts_from_the_first_gradient_that_counts(engine, steps_per_call):
+    pair = Pair(engine, dampened, skip_nonfinite=True, steps_per_call=steps_per_call)
+    windows = [[torch.randn(5, 4) for _ in range(2)] for _ in range(3)]
+    skipped = [torch.full((5, 4), float("inf"))] * 2
+    if steps_per_call > 1:
+        list(pair.step.run([skipped, *windows]))
+    else:
+        for window in (skipped, *windows):
+            pair.step(window)
+    for window in windows:
+        plain_step(pair.ref, pair.ref_opt, loss_fn, window)
+    pair.check()
+
+
+def test_state_loaded_before_the_first_step_is_kept(engine):
+    pair = Pair(engine, dampened)
+    window = [torch.randn(5, 4) for _ in range(2)]
+    plain_step(pair.ref, pair.ref_opt, loss_fn, window)
+    pair.model.load_state_dict(pair.ref.state_dict())
+    pair.step.compile(window)
+    pair.opt.load_state_dict(copy.deepcopy(pair.ref_opt.state_dict()))
+    pair.advance()
+    pair.check()
+
+
+def test_a_second_program_made_before_the_first_step_starts_state_too():
+    pair = Pair("eager", dampened)
+    pair.step.compile([torch.randn(5, 4)])
+    pair.step.compile([torch.randn(5, 4) for _ in range(2)])
+    pair.advance(2)
+    pair.check()

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from funcacc.cli.runs import write_atomically
+from funcacc.files import write_atomically
 
 
 def draw(metrics: Sequence[Mapping[str, Any]], entropy: float, path: Path) -> None:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
-
+import funcacc
 from funcacc.cli.errors import UsageError
+from funcacc.errors import StateError
+from funcacc.files import write_atomically
 
 
 class RunDir:
@@ -70,23 +70,35 @@ class RunDir:
         """Whether a run has come to its end here."""
         return self.report.exists()
 
-    def start(self) -> dict[str, Any] | None:
-        """Make the folder ready to write into.
+    def start(self, **parts: Any) -> dict[str, Any] | None:
+        """Make the folder ready to write into, and load its checkpoint if there is one.
+
+        Args:
+            **parts: What to load into, by the names given to `save`.
 
         Returns:
-            The checkpoint to go on from, or ``None`` at the beginning.
+            What else the checkpoint holds, or ``None`` at the beginning.
+
+        Raises:
+            UsageError: The checkpoint is damaged, or doesn't fit.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not self._config_file.exists():
             text = json.dumps(self.config, indent=2) + "\n"
             write_atomically(self._config_file, lambda file: file.write(text.encode()))
-        saved = self._load()
+        saved = None
+        if self.checkpoint.exists():
+            try:
+                saved = funcacc.load(self.checkpoint, **parts)
+                int(saved["step"])
+            except (StateError, KeyError, TypeError) as error:
+                raise UsageError(f"cannot go on from its checkpoint: {error}") from error
         self._cut_metrics(0 if saved is None else int(saved["step"]))
         return saved
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the checkpoint. ``state["step"]`` says after which step it was taken."""
-        write_atomically(self.checkpoint, lambda file: torch.save(dict(state), file))
+    def save(self, *, step: int, **parts: Any) -> None:
+        """Replace the checkpoint by one of ``parts``, taken after a step."""
+        funcacc.save(self.checkpoint, step=step, **parts)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add lines to the metrics; they are on the disk when this returns."""
@@ -113,16 +125,6 @@ class RunDir:
             raise UsageError(f"{self._config_file}: is not the configuration of a run")
         return config
 
-    def _load(self) -> dict[str, Any] | None:
-        if not self.checkpoint.exists():
-            return None
-        try:
-            saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            int(saved["step"])
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
-            raise UsageError(f"{self.checkpoint}: cannot be read as a checkpoint") from error
-        return dict(saved)
-
     def _metric_lines(self) -> list[tuple[str, dict[str, Any]]]:
         if not self.metrics.exists():
             return []
@@ -139,24 +141,6 @@ class RunDir:
         kept = [line for line, record in self._metric_lines() if record["step"] <= step]
         text = "".join(kept).encode()
         write_atomically(self.metrics, lambda file: file.write(text))
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace ``path`` by what ``write`` writes, or leave it as it was.
-
-    A kill or a power cut at any moment leaves the whole old file or the whole new one.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -93,32 +93,24 @@ class Session:
             model, opt, next_byte_loss, clip_norm=asked.clip or None, seed=asked.seed
         )
         session = cls(asked, corpus, device, run, model, opt, scheduler, step)
-        saved = run.start()
+        saved = run.start(**session._parts)
         if saved is not None:
-            session._load(saved)
+            session.done, session.seconds = saved["step"], saved["seconds"]
             print(f"going on after step {session.done} of {asked.steps} in {run.path}")
         return session
 
-    def save(self) -> None:
-        """Write a checkpoint; what it holds is on the CPU, whatever the engine."""
-        self.run.save(
-            {
-                "step": self.done,
-                "seconds": self.seconds,
-                "model": _on_cpu(self.model.state_dict()),
-                "opt": _on_cpu(self.opt.state_dict()),
-                "scheduler": self.scheduler.state_dict(),
-                "train_step": _on_cpu(self.step.state_dict()),
-            }
-        )
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "opt": self.opt,
+            "scheduler": self.scheduler,
+            "train_step": self.step,
+        }
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        self.model.load_state_dict(saved["model"])
-        self.opt.load_state_dict(saved["opt"])
-        self.scheduler.load_state_dict(saved["scheduler"])
-        self.step.load_state_dict(saved["train_step"])
-        self.done = saved["step"]
-        self.seconds = saved["seconds"]
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.run.save(step=self.done, seconds=self.seconds, **self._parts)
 
     def advance(self) -> tuple[funcacc.StepOutput, float]:
         """Take one optimizer step; return its output and the learning rate it used."""
@@ -156,7 +148,7 @@ class Session:
     def sample(self) -> str:
         """Return text from a copy of the model on the CPU."""
         model = GPT(self.model.config)
-        model.load_state_dict(_on_cpu(self.model.state_dict()))
+        model.load_state_dict({n: t.cpu() for n, t in self.model.state_dict().items()})
         sampled = generate(model, b"\ndef ", SAMPLE_BYTES, seed=self.asked.seed)
         return sampled.decode("utf-8", errors="replace").strip()
 
@@ -286,16 +278,6 @@ def _finish(session: Session, entropy: float) -> None:
 def _plain_loss(model: GPT, batch: Tensor) -> Tensor:
     inputs, targets = batch[:, :-1].long(), batch[:, 1:].long()
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def _on_cpu(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: _on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_on_cpu(value) for value in tree)
-    return tree
 
 
 def _millions(count: int) -> str:

@@ -34,6 +34,7 @@ class GradientTransformation(Protocol):
 
 
 _ROOT = "opt_state"
+_FOR = "opt_params"
 
 
 class FunctionalOptimizer:
@@ -88,9 +89,7 @@ class FunctionalOptimizer:
                 f"{type(self.opt).__name__} was initialised for other parameters; "
                 "make a new TrainStep when the trainable parameters change"
             )
-        made = self.opt.init({n: params[n].detach().cpu().clone() for n in reached})
-        tensors = trees.map_tree(torch.as_tensor, made)
-        return Created({"state": tensors, "reached": list(reached)}, [])
+        return Created({"state": self._init(reached, params), "reached": list(reached)}, [])
 
     def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Keep the state, on the device."""
@@ -100,9 +99,45 @@ class FunctionalOptimizer:
             self.state = trees.unflatten(spec, list(map(put, paths, leaves)))
             self.reached = created.entries["reached"]
 
-    def own_state(self) -> dict[str, Tensor]:
-        """All of it."""
-        return {path: x.detach().cpu().clone() for path, x in self.leaves().items()}
+    def own_state(self) -> dict[str, Any]:
+        """All of it by path, and for which parameters it is."""
+        if self.state is None:
+            return {}
+        leaves = {path: x.detach().cpu().clone() for path, x in self.leaves().items()}
+        return {_ROOT: leaves, _FOR: list(self.reached)}
+
+    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
+        """Compare with the state that there is, else with `init` of the same parameters."""
+        given, names = state.get(_ROOT, {}), state.get(_FOR, [])
+        if self.state is None and not names:
+            return []
+        if not set(names) <= self.held or (self.state is not None and names != self.reached):
+            here = self.reached if self.state is not None else sorted(self.held)
+            return [f"state[{_FOR!r}]: {names} given, {here} needed"]
+        own = self.state if self.state is not None else self._init(names, params)
+        needed = dict(zip(trees.paths(own, _ROOT), map(_spec, trees.flatten(own)[0]), strict=True))
+        return [
+            f"{p}: {_spec(given.get(p))} given, {needed.get(p)} needed"
+            for p in sorted({*needed, *given})
+            if _spec(given.get(p)) != needed.get(p)
+        ]
+
+    def load_own(
+        self,
+        state: dict[str, Any],
+        params: Mapping[str, Tensor],
+        put: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Take it as it was, with its parameters."""
+        if _FOR in state:
+            self.reached = list(state[_FOR])
+            like = self.state if self.state is not None else self._init(self.reached, params)
+            paths, spec = trees.paths(like, _ROOT), trees.flatten(like)[1]
+            self.state = trees.unflatten(spec, [put(state[_ROOT][p]) for p in paths])
+
+    def _init(self, names: Sequence[str], params: Mapping[str, Tensor]) -> PyTree:
+        made = self.opt.init({n: params[n].detach().cpu().clone() for n in names})
+        return trees.map_tree(torch.as_tensor, made)
 
     def tree(self) -> PyTree:
         """The state."""
@@ -142,12 +177,23 @@ class FunctionalOptimizer:
                 + trees.describe_difference(expected, actual, root)
             )
 
+    def fresh(self, name: str) -> bool:
+        """Never: state doesn't start from a gradient."""
+        return False
+
+    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
+        """There is nothing to note."""
+
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Nothing is kept on the host."""
 
     def hooked(self) -> bool:
         """There are no hooks."""
         return False
+
+
+def _spec(value: Any) -> TensorSpec | None:
+    return TensorSpec.of(value) if isinstance(value, Tensor) else None
 
 
 class GradientsOnly:
@@ -189,9 +235,21 @@ class GradientsOnly:
     def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Nothing to keep."""
 
-    def own_state(self) -> dict[str, Tensor]:
+    def own_state(self) -> dict[str, Any]:
         """None."""
         return {}
+
+    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
+        """Nothing to compare."""
+        return []
+
+    def load_own(
+        self,
+        state: dict[str, Any],
+        params: Mapping[str, Tensor],
+        put: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Nothing to load."""
 
     def tree(self) -> PyTree:
         """No state."""
@@ -202,6 +260,13 @@ class GradientsOnly:
     ) -> Update:
         """No update."""
         return Update([], {}, 0, [])
+
+    def fresh(self, name: str) -> bool:
+        """Never: state doesn't start from a gradient."""
+        return False
+
+    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
+        """There is nothing to note."""
 
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Nothing is kept on the host."""

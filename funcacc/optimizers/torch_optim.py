@@ -57,6 +57,8 @@ class TorchOptimizers:
         self._memberships: dict[Any, int] = {}
         self._found: dict[str, dict[str, Any]] | None = None
         self._counted: dict[str, dict[str, Any]] = {}
+        # State that starts from the next gradient: its tensors and their versions.
+        self._fresh: dict[str, list[tuple[Tensor, int]]] = {}
         for opt in self.optimizers:
             _check_class(opt)
         self.refresh(names)
@@ -212,6 +214,8 @@ class TorchOptimizers:
         entries, born = {}, []
         for name in reached:
             if name in present:
+                if self.fresh(name):
+                    born.append(name)
                 continue
             m = self.members[name]
             opt, group = self.optimizers[m.opt], self._group(m.opt, m.group)
@@ -236,10 +240,51 @@ class TorchOptimizers:
             }
             self.optimizers[m.opt].state[m.param] = on_device
         self._found = None
+        for name in created.born:
+            self._fresh[name] = self._versions(name)
 
-    def own_state(self) -> dict[str, Tensor]:
+    def _versions(self, name: str) -> list[tuple[Tensor, int]]:
+        m = self.members[name]
+        leaves, _ = trees.flatten(dict(self.optimizers[m.opt].state.get(m.param, {})))
+        return [(x, x._version) for x in leaves if isinstance(x, Tensor)]
+
+    def fresh(self, name: str) -> bool:
+        """Whether nobody has loaded or edited the state since `install`, and no step was taken."""
+        if name not in self._fresh:
+            return False
+        now, then = self._versions(name), self._fresh[name]
+        same = len(now) == len(then) and all(
+            a is b and v == w for (a, v), (b, w) in zip(now, then, strict=True)
+        )
+        if not same:
+            del self._fresh[name]
+        return same
+
+    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
+        """What the step changed is fresh no more, unless the step was skipped."""
+        names = [n for call in update.calls for n in call.names if n in self._fresh]
+        if names:
+            skipped = not moved()
+            for name in names:
+                del self._fresh[name]
+                if skipped:
+                    self._fresh[name] = self._versions(name)
+
+    def own_state(self) -> dict[str, Any]:
         """None: ``opt.state_dict()`` has it."""
         return {}
+
+    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
+        """Nothing to compare."""
+        return []
+
+    def load_own(
+        self,
+        state: dict[str, Any],
+        params: Mapping[str, Tensor],
+        put: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Nothing to load."""
 
     def tree(self) -> dict[str, dict[str, Any]]:
         """Parameter name -> key -> value."""

@@ -162,6 +162,17 @@ class Adopted(Protocol):
     def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Give the optimizer the state that was missing; `put` takes a leaf and its path."""
 
+    def fresh(self, name: str) -> bool:
+        """Whether a parameter's state is as `install` left it, to start from a gradient."""
+
+    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
+        """The update ran.
+
+        Args:
+            update: what ran.
+            moved: whether the step counts; asked only where an answer is needed.
+        """
+
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Do on the host what a step does there: counts, hooks.
 
@@ -174,8 +185,19 @@ class Adopted(Protocol):
     def hooked(self) -> bool:
         """Whether `finish` calls functions of the user's."""
 
-    def own_state(self) -> dict[str, Tensor]:
-        """Host copies of the state that no other state dict holds, by path."""
+    def own_state(self) -> dict[str, Any]:
+        """A plain dict of the state that no other state dict holds; host copies."""
+
+    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
+        """What of a dict that `own_state` is part of doesn't fit, a line each."""
+
+    def load_own(
+        self,
+        state: dict[str, Any],
+        params: Mapping[str, Tensor],
+        put: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Take the state from a dict without misfits."""
 
     def tree(self) -> Any:
         """The state as the user knows it."""

@@ -9,7 +9,8 @@ import torch
 
 from funcacc.cli import plot
 from funcacc.cli.errors import UsageError
-from funcacc.cli.runs import RunDir, write_atomically
+from funcacc.cli.runs import RunDir
+from funcacc.files import write_atomically
 
 CONFIG = {"steps": 10, "lr": 0.1}
 
@@ -34,7 +35,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a" / "run", CONFIG)
     assert run.start() is None
     state = {"step": 4, "model": {"w": torch.randn(3)}, "list": [1, 2.5, "x", None]}
-    run.save(state)
+    run.save(**state)
     saved = RunDir(run.path, CONFIG).start()
     assert saved is not None and torch.equal(saved["model"]["w"], state["model"]["w"])
     assert saved["list"] == state["list"]
@@ -45,7 +46,7 @@ def test_resuming_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> Non
     run.start()
     run.append({"step": step, "loss": 1 / step} for step in range(1, 4))
     run.append([{"step": 3, "heldout_loss": 0.5}])
-    run.save({"step": 3})
+    run.save(step=3)
     run.append({"step": step, "loss": 9.0} for step in (4, 5))
     with run.metrics.open("a") as file:
         file.write('{"step": 6, "lo')
