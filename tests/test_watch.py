@@ -159,3 +159,29 @@ def test_copies_of_every_kind_outlive_the_next_step(engine, copy):
     step(x)
     step(x)
     assert torch.equal(mine.cpu(), expected)
+
+
+def test_hyperparameters_in_a_list_that_is_written_to():
+    def run(take):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        opt = torch.optim.Adam(model.parameters(), betas=[0.9, 0.95], lr=0.1)
+        step = take(model, opt)
+        for beta in (0.9, 0.5, 0.1):
+            opt.param_groups[0]["betas"][0] = beta
+            step(torch.arange(6.0).view(2, 3))
+        return model.weight.detach()
+
+    def plain(model, opt):
+        def step(x):
+            opt.zero_grad()
+            loss_fn(model, x).backward()
+            opt.step()
+
+        return step
+
+    def ours(model, opt):
+        step = funcacc.TrainStep(model, opt, loss_fn)
+        return lambda x: step([x])
+
+    torch.testing.assert_close(run(ours), run(plain), rtol=1e-6, atol=1e-6)

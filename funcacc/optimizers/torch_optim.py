@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from funcacc.optimizers.creation import Maker
 from funcacc.optimizers.shadow import NUMBER, Group, Role, is_number
 from funcacc.optimizers.update import Call, Created, Rule, Update
 from funcacc.types import TensorSpec
+from funcacc.watch import SIMPLE
 
 
 class _Member(NamedTuple):
@@ -54,6 +56,7 @@ class TorchOptimizers:
         self._rules: dict[Any, list[Rule]] = {}
         self._device_numbers: dict[int, tuple[Tensor, int, float]] = {}
         self._seen: Any = None
+        self._seen_groups: dict[tuple[int, int], _SeenGroup] = {}
         self._memberships: dict[Any, int] = {}
         self._found: dict[str, dict[str, Any]] | None = None
         self._counted: dict[str, dict[str, Any]] = {}
@@ -112,6 +115,18 @@ class TorchOptimizers:
     # Hyperparameters -------------------------------------------------------------------
 
     def _group(self, i: int, g: int) -> Group:
+        group = self.optimizers[i].param_groups[g]
+        seen = self._seen_groups.get((i, g))
+        if seen is not None and seen.holds(group):
+            return seen.group
+        read = self._read_group(i, g)
+        if not self._counters and all(
+            map(_is_fixed, (v for k, v in group.items() if k != "params"))
+        ):
+            self._seen_groups[i, g] = _SeenGroup(list(group), list(group.values()), read)
+        return read
+
+    def _read_group(self, i: int, g: int) -> Group:
         group = self.optimizers[i].param_groups[g]
         leaves, spec = trees.flatten({k: v for k, v in group.items() if k != "params"})
         counters = {path for o, index, path in self._counters if (o, index) == (i, g)}
@@ -381,6 +396,7 @@ class TorchOptimizers:
     ) -> Rule:
         traced = rules.trace_rule(self.optimizers[i], groups, roles, numbers)
         self._counters |= {(i, g, path) for g, path in traced.counters}
+        self._seen_groups.clear()
         return traced.rule
 
     def _separable(
@@ -445,6 +461,22 @@ class TorchOptimizers:
                 opt.param_groups[group.position].update(trees.unflatten(group.spec, leaves))
         for (i, g, key), value in added.items():
             self.optimizers[i].param_groups[g][key] = value
+
+
+class _SeenGroup(NamedTuple):
+    """A group as it was read, with the values that it had; none can change in place."""
+
+    keys: list[str]
+    values: list[Any]
+    group: Group
+
+    def holds(self, group: dict[str, Any]) -> bool:
+        """Whether a group still has these values."""
+        return all(map(is_, self.values, group.values())) and self.keys == list(group)
+
+
+def _is_fixed(x: Any) -> bool:
+    return type(x) in SIMPLE or (type(x) is tuple and all(type(y) in SIMPLE for y in x))
 
 
 def _is_hyper(x: Any) -> bool:

@@ -104,7 +104,24 @@ class Update:
 
     def holds(self, numbers: Sequence[float]) -> bool:
         """Whether the guards of all rules agree with the numbers as they are now."""
-        return all(rule.holds([numbers[i] for i in own]) for rule, own in self.guarded)
+        asked = [numbers[i] for i in self._asked]
+        if asked != self._agreed:
+            if not all(rule.holds([numbers[i] for i in own]) for rule, own in self.guarded):
+                return False
+            self._agreed[:] = asked
+        return True
+
+    @functools.cached_property
+    def _asked(self) -> list[int]:
+        """Where the numbers stand that a guard depends on."""
+        return sorted(
+            {own[i] for rule, own in self.guarded for g in rule.guards for i in g.depends}
+        )
+
+    @functools.cached_property
+    def _agreed(self) -> list[float | None]:
+        """Their values when all guards agreed for the last time."""
+        return [None] * len(self._asked)
 
 
 class Created(NamedTuple):
