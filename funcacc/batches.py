@@ -81,6 +81,8 @@ trees.register_node(
 
 def _tensor(leaf: Any, path: str) -> Tensor:
     if isinstance(leaf, Tensor):
+        if leaf.is_meta:
+            raise BatchError(f"{path} is on the meta device, without values; give real tensors")
         return leaf.detach()
     if isinstance(leaf, (np.ndarray, np.generic)):
         try:
@@ -162,8 +164,16 @@ def as_window(batches: Any) -> Window:
     if isinstance(batches, Window):
         _check_count(batches)
         return _with_tensors(batches)
-    if isinstance(batches, (list, Iterator)):
+    if isinstance(batches, list):
         return stack(batches)
+    if isinstance(batches, Iterator):
+        items = list(batches)
+        if not items:
+            raise BatchError(
+                f"batches is a {type(batches).__name__} that gives nothing: it was read to its "
+                "end before, closed, or made from an empty loader; make a new iterator"
+            )
+        return stack(items)
     what = f"batches is a {type(batches).__name__}"
     if isinstance(batches, Iterable) and not isinstance(batches, _ONE_BATCH):
         raise BatchError(
@@ -203,7 +213,7 @@ def _check_count(window: Window) -> None:
 
 def _with_tensors(window: Window) -> Window:
     leaves, spec = trees.flatten(window.tree)
-    if all(isinstance(x, Tensor) for x in leaves):
+    if all(isinstance(x, Tensor) and not x.is_meta for x in leaves):
         return window
     paths = trees.paths(window.tree, "window")
     tensors = [_tensor(x, p) for x, p in zip(leaves, paths, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from funcacc import inspection
 from funcacc import model as models
 from funcacc.batches import Window
 from funcacc.capture.context import autocast_state
@@ -94,6 +95,7 @@ class Calls:
     def look(self, window: Window, steps: int | None = None) -> Call:
         """As `find`, looking at everything."""
         model, opt = self._model(), self._opt
+        inspection.check_placed(model, self._engine.device)
         opt.refresh(models.names(model))
         call = self._make(self._programs.find(model, window, opt, steps))
         # What was found in another state of affairs doesn't hold any more.

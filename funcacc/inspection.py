@@ -20,6 +20,8 @@ def device_of(model: nn.Module) -> torch.device:
     Raises:
         ModelError: when there are none, or they are on several devices or not yet made.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     tensors = {**parameters(model), **buffers(model)}
     if not any(True for _ in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameters to train")
@@ -39,8 +41,42 @@ def device_of(model: nn.Module) -> torch.device:
             )
     if tensors[first].device.type == "meta":
         raise ModelError("the model is on the meta device, without values; materialise it first")
+    for name, t in tensors.items():
+        if t.is_inference():
+            raise ModelError(
+                f"{name!r} was made under torch.inference_mode(), and such a tensor can never "
+                "become another value outside of it; make the model outside"
+            )
     _check_ties(model)
     return tensors[first].device
+
+
+def check_loss(loss_fn: object) -> None:
+    """Refuse what isn't a loss function.
+
+    Raises:
+        ModelError: naming its type.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise ModelError(
+            f"loss_fn is a {type(loss_fn).__name__}; give a function (model, microbatch) -> loss, "
+            "or None for the model's own"
+        )
+
+
+def check_placed(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model of which something has left the device since the step was made.
+
+    Raises:
+        ModelError: naming it.
+    """
+    for kind, tensors in (("params", parameters(model)), ("buffers", buffers(model))):
+        for name, t in tensors.items():
+            if t.device != device:
+                raise ModelError(
+                    f"{kind}[{name!r}] is on {t.device}, but the step was made for a model on "
+                    f"{device}; move it back, or make optimizer and step after moving the model"
+                )
 
 
 def _check_ties(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
+from funcacc import guard
 from funcacc.capture import context
 from funcacc.capture.random import RandomOperations
 from funcacc.types import LossFn, PyTree
@@ -49,7 +50,9 @@ def swapped(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     tracing = context.current()
     if tracing is not None:
         tracing.weights.update({id(v): v for v in values.values()})
-    with _no_traces_left(model), _reparametrize_module(model, values, tie_weights=True):
+    # A handler that saves the model must not meet traced values in it.
+    waiting = guard.deferred(interruptible=True)
+    with waiting, _no_traces_left(model), _reparametrize_module(model, values, tie_weights=True):
         yield
 
 

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from funcacc import guard, trees
 from funcacc import model as models
 from funcacc import plan as plans
-from funcacc import trees
 from funcacc.attributes import Attributes, differences
 from funcacc.batches import Window
 from funcacc.capture.context import autocast_state
 from funcacc.engines.base import Engine, Program
 from funcacc.errors import CarryError
 from funcacc.microbatch import Microbatch, Setting, open_sums_of, trace_microbatch
-from funcacc.optimizers.update import Adopted, Update
+from funcacc.optimizers.update import Adopted, Created, Update
 from funcacc.options import Options
 from funcacc.placement import Mesh, Placement
 from funcacc.plan import Plan
@@ -102,6 +102,7 @@ class Programs:
         self._microbatches: dict[Any, Microbatch] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._last_key: dict[str, Any] | None = None
+        self._unused: tuple[Created, Any, dict[str, Any] | None] | None = None
 
     def find(
         self, model: nn.Module, window: Window, opt: Adopted, steps: int | None = None
@@ -126,12 +127,37 @@ class Programs:
             reason = "first call"
         else:
             reason = _what_changed(self._last_key, key)
-        compiled = self._build(key, model, window, opt)
-        self._compiled[tuple(key.values())] = compiled
-        self._last_key = key
-        self.report.reasons.append(reason)
+        compiled, created = self._build(key, model, window, opt)
+        # Nothing but the optimizer's first state is missing now; up to here nothing was changed.
+        with guard.deferred():
+            opt.install(created, compiled.plan.putting(self.engine))
+            before = self._last_key
+            # The key of a first call had no optimizer state in it; the next one will. Tracing
+            # may also have found numbers that were taken for fixed.
+            key["optimizer state"] = _specs(opt)
+            key["optimizer"] = opt.static()
+            self._attributes.traced(model, key["attributes"])
+            key["attributes"] = self._attributes.now(model)
+            self._compiled[tuple(key.values())] = compiled
+            self._last_key = key
+            self._unused = created, tuple(key.values()), before
+            self.report.reasons.append(reason)
         log.info("new program: %s", reason)
         return compiled
+
+    def used(self) -> None:
+        """The state that the optimizer was given has gone through a step, or is asked for."""
+        self._unused = None
+
+    def undo(self, opt: Adopted) -> None:
+        """Take the optimizer's first state back, if no step has used it."""
+        if self._unused is None:
+            return
+        created, place, before = self._unused
+        self._unused = None
+        opt.uninstall(created)
+        self._compiled.pop(place, None)
+        self._last_key = before
 
     def _key(self, model: nn.Module, window: Window, opt: Adopted) -> dict[str, Any]:
         """What a trace depends on, by name."""
@@ -181,7 +207,7 @@ class Programs:
 
     def _build(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted
-    ) -> Compiled:
+    ) -> tuple[Compiled, Created]:
         start = time.perf_counter()
         m = self._microbatch(key, model, window, opt)
         params = models.parameters(model)
@@ -197,15 +223,9 @@ class Programs:
             step = trace_steps(step, layout, key["steps per call"])
         self.report.seconds["capture"] += time.perf_counter() - start
         program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
+        program.prepare()
         self.report.seconds["lower"] += program.seconds["lower"]
-        opt.install(created, plan.putting(self.engine))
-        # The key of a first call had no optimizer state in it; the next one will. Tracing
-        # may also have found numbers that were taken for fixed.
-        key["optimizer state"] = _specs(opt)
-        key["optimizer"] = opt.static()
-        self._attributes.traced(model, key["attributes"])
-        key["attributes"] = self._attributes.now(model)
-        return Compiled(program, step, layout, update, plan)
+        return Compiled(program, step, layout, update, plan), created
 
     def _microbatch(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted

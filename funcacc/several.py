@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from funcacc import trees
+from funcacc import guard, trees
 from funcacc.batches import Window
 from funcacc.calls import Call
 from funcacc.errors import OptionError
@@ -103,7 +103,8 @@ def gather(
             opt.finish(call.compiled.update, now, lambda: True)
             if scheduler is not None:
                 scheduler.step()
-            window = next(source, None) if len(windows) < size else None
+            with guard.allowed():
+                window = next(source, None) if len(windows) < size else None
     except BaseException as e:
         if not windows:
             raise

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from funcacc import model as models
 from funcacc import trees
 from funcacc.errors import StateError
+from funcacc.optimizers.update import Adopted
 from funcacc.types import TensorSpec
 
 
@@ -28,6 +30,17 @@ class TrainState(NamedTuple):
     opt_state: dict[str, dict[str, Tensor]]
     rng: Tensor
     step: Tensor
+
+
+def by_path(model: nn.Module, opt: Adopted, rng: Tensor, step: Tensor) -> dict[str, Tensor]:
+    """The leaves of a state under the paths that errors and the report use."""
+    return {
+        **{f"params[{n!r}]": p for n, p in models.parameters(model).items()},
+        **{f"buffers[{n!r}]": b for n, b in models.buffers(model).items()},
+        **opt.leaves(),
+        "rng": rng,
+        "step": step,
+    }
 
 
 def matching(mine: TrainState, other: TrainState) -> list[tuple[Tensor, Tensor]]:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcacc import inspection, rng, several, trees
+from funcacc import guard, inspection, rng, several, trees
 from funcacc import model as models
 from funcacc.batches import Window, as_window
 from funcacc.calls import Call, Calls
+from funcacc.capture import context
+from funcacc.dispatch import Dispatch
 from funcacc.engines import get_engine
 from funcacc.engines.base import Program
-from funcacc.errors import StateError
+from funcacc.errors import CaptureError, StateError, user_line
 from funcacc.optimizers import adopt
 from funcacc.optimizers.update import Adopted
 from funcacc.options import Options, checked_seed
 from funcacc.plan import mesh_of
-from funcacc.programs import Compiled, Programs
+from funcacc.programs import Programs
 from funcacc.report import Report
 from funcacc.several import Scheduler
-from funcacc.state import TrainState, key_misfits, matching
+from funcacc.state import TrainState, by_path, key_misfits, matching
 from funcacc.step import StepOutput
 from funcacc.types import LossFn
-from funcacc.watch import same
 
 
 class TrainStep:
@@ -96,12 +98,13 @@ class TrainStep:
         self.options = Options.of(options)
         self.donate = donate
         device = inspection.device_of(model)
+        inspection.check_loss(loss_fn)
         self._engine = get_engine(engine, device, mesh)
         self._adopted = adopt(opt, models.names(model))
-        start = rng.key(checked_seed(seed))
-        self._rng = self._engine.put(start)
-        self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
-        self._lock = threading.Lock()
+        # Tensors made in inference mode can't be written to outside of it.
+        with torch.inference_mode(False):
+            self._rng = self._engine.put(rng.key(checked_seed(seed)))
+            self._step = self._engine.put(torch.zeros((), dtype=torch.int32))
         self._report = Report(
             self._engine.name, seconds={"capture": 0.0, "lower": 0.0, "compile": 0.0}
         )
@@ -110,8 +113,7 @@ class TrainStep:
             self._engine, loss_fn, self.options, donate, self._report, mesh_used
         )
         self._calls = Calls(lambda: self.model, self._adopted, self._engine, self._programs)
-        self._noted: list[Program] = []
-        self._owned: tuple[list[Tensor], list[Any]] = [], []
+        self._dispatch = Dispatch(self._engine, donate, self._report)
         self._numbers: tuple[list[float], Tensor] | None = None
         self._counts: dict[int, Tensor] = {}
 
@@ -139,50 +141,72 @@ class TrainStep:
 
         Raises:
             BatchError: for microbatches that disagree, or something that isn't a window.
+            EngineError: when it can't be compiled or run; model and optimizer are unchanged.
+            StateError: when the device failed and their values are lost.
             FuncaccError: when the step can't be traced; model and optimizer are unchanged.
         """
-        # Tensors made in inference mode can't become the parameters' values.
-        with self._lock, torch.inference_mode(False):
+        with torch.inference_mode(False):
             window = as_window(batches)
+        with self._alone():
             call = self._find(window)
             numbers = self._adopted.numbers()
             leaves, _ = trees.flatten(window.tree)
             flags = self._flags(call)
             inputs = [self._hyperparameters([*numbers, *flags]), self._count(window.count), *leaves]
-            result: StepOutput = self._run(call, inputs)
-            self._adopted.finish(call.compiled.update, numbers, lambda: self._moved(result))
+
+            def finish(result: StepOutput) -> None:
+                self._adopted.finish(call.compiled.update, numbers, lambda: self._moved(result))
+
+            result: StepOutput = self._run(call, inputs, finish)
             return result
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The conditions under which programs are made and run."""
+        if context.current() is not None:
+            raise CaptureError(
+                f"a TrainStep is called while a loss function or a loop is traced, at "
+                f"{user_line()}; take the step outside of it"
+            )
+        # Tensors made in inference mode can't become the parameters' values.
+        with guard.lock, torch.inference_mode(False):
+            self._dispatch.check(lambda: by_path(self.model, self._opt(), self._rng, self._step))
+            try:
+                yield
+            except BaseException:
+                self._programs.undo(self._adopted)
+                raise
 
     def _find(self, window: Window, steps: int | None = None) -> Call:
         """The program and its tensors, which own their buffers."""
         call, known = self._calls.find(window, steps)
-        if not self._owns(self._targets(call)):
+        if not self._dispatch.owns(self._targets(call)):
             if known:
                 # That a tensor of the optimizer has another shape now isn't seen before.
                 call = self._calls.look(window, steps)
-            self._own(self._targets(call))
+            self._dispatch.own(self._targets(call))
         return call
 
     def _targets(self, call: Call) -> list[Tensor]:
         return [*call.targets, self._rng, self._step]
 
-    def _run(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+    def _run(
+        self, call: Call, inputs: Sequence[Tensor], finish: Callable[[Any], None] | None = None
+    ) -> Any:
         """Dispatch, and let the user's tensors have the new values."""
-        compiled, targets = call.compiled, self._targets(call)
+        result: list[Any] = []
+
+        def then(outputs: list[Tensor]) -> None:
+            self._programs.used()
+            result.append(trees.unflatten(call.compiled.step.output, outputs))
+            self._adopted.stepped(call.compiled.update, lambda: self._moved(result[0]))
+            if finish is not None:
+                finish(result[0])
+
         moved = map(self._engine.move, (*inputs, *call.captured), call.places)
-        values = [*targets, *call.read, *moved]
-        self._engine.settle()
-        first_run = compiled.program not in self._noted
-        before = self._engine.addresses(targets) if first_run and self.donate else None
-        outputs = compiled.program(values)
-        if first_run:
-            self._note_program(compiled, before, targets, outputs)
-        n = compiled.layout.num_state
-        self._engine.assign(targets, outputs[:n])
-        self._owned = targets, storages(targets)
-        result = trees.unflatten(compiled.step.output, outputs[n:])
-        self._adopted.stepped(compiled.update, lambda: self._moved(result))
-        return result
+        others = itertools.chain(call.read, moved)
+        self._dispatch.run(call.compiled, self._targets(call), others, then)
+        return result[0]
 
     def _moved(self, result: StepOutput) -> bool:
         # Asked only by optimizers that keep counts on the host, or whose state is new: it waits.
@@ -221,7 +245,7 @@ class TrainStep:
         size = self.options.steps_per_call
         source: Iterator[Window] = map(as_window, windows)
         while (first := next(source, None)) is not None:
-            with self._lock, torch.inference_mode(False):
+            with self._alone():
                 call = self._find(first, size)
                 several.check(
                     scheduler,
@@ -230,24 +254,23 @@ class TrainStep:
                     size,
                     self.options.skip_nonfinite,
                 )
-                # So that a failure comes before schedulers have moved.
-                call.compiled.program.prepare()
             # Only the first step of a dispatch can start state from its gradient, and it may
             # be skipped.
             one = self.options.skip_nonfinite and any(self._flags(call))
-            group, source = several.gather(
-                first, source, 1 if one else size, call, self._adopted, scheduler
-            )
-            with self._lock, torch.inference_mode(False):
-                if not self._owns(self._targets(call)):
-                    self._own(self._targets(call))
-                result = self._run(call, several.stacked(group, self._flags(call), size))
+            most = 1 if one else size
+            # What was gathered belongs to the dispatch: schedulers have moved on for it.
+            with guard.deferred():
+                group, source = several.gather(first, source, most, call, self._adopted, scheduler)
+                with self._alone():
+                    if not self._dispatch.owns(self._targets(call)):
+                        self._dispatch.own(self._targets(call))
+                    result = self._run(call, several.stacked(group, self._flags(call), size))
             yield several.first_rows(result, len(group.windows), size)
             if group.failure is not None:
                 raise group.failure
 
     def compile(self, batches: Any) -> Report:
-        """Trace and lower for windows like this one, without running anything.
+        """Trace, lower and compile for windows like this one, without running anything.
 
         Args:
             batches: as for a call; only shapes and dtypes matter.
@@ -255,8 +278,9 @@ class TrainStep:
         Returns:
             The report so far.
         """
-        with self._lock:
+        with self._alone():
             self._calls.find(as_window(batches))
+            self._programs.used()
         return self._report
 
     # Values ----------------------------------------------------------------------------
@@ -277,35 +301,6 @@ class TrainStep:
             packed = torch.tensor(numbers, dtype=torch.float64)
             self._numbers = numbers, self._engine.put(packed)
         return self._numbers[1]
-
-    def _owns(self, targets: list[Tensor]) -> bool:
-        """Whether the targets are what the last step left, in the same storages."""
-        last, held = self._owned
-        return same(targets, last) and same(storages(targets), held)
-
-    def _own(self, targets: Sequence[Tensor]) -> None:
-        """Separate the buffers of state leaves that aren't what the last step left there."""
-        known = {id(t): (t, s) for t, s in zip(*self._owned, strict=True)}
-        new = {}
-        for t, storage in zip(targets, storages(targets), strict=True):
-            if id(t) not in known or known[id(t)][1] is not storage:
-                new[id(t)] = t
-        if new:
-            self._engine.own(list(new.values()), [t for t in targets if id(t) not in new])
-
-    def _note_program(
-        self,
-        compiled: Compiled,
-        before: list[int] | None,
-        targets: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        self._noted.append(compiled.program)
-        n = compiled.layout.num_state
-        after = self._engine.addresses(outputs[:n]) if before else []
-        places = [a == b for a, b in zip(before or [], after, strict=True)]
-        gone = self._engine.consumed(targets) if self.donate else [False] * n
-        compiled.note(self._report, gone, places)
 
     # State -----------------------------------------------------------------------------
 
@@ -354,7 +349,7 @@ class TrainStep:
         lines = self.misfits(state)
         if lines:
             raise StateError("the state doesn't fit this step:\n  " + "\n  ".join(lines))
-        with self._lock:
+        with guard.lock:
             self._adopted.load_own(state, models.parameters(self.model), self._engine.put)
             self._rng = self._engine.put(state["rng"])
             self._step = self._engine.put(torch.tensor(state["step"], dtype=torch.int32))
@@ -362,7 +357,7 @@ class TrainStep:
     @property
     def programs(self) -> list[Program]:
         """The compiled programs that have run, oldest first."""
-        return list(self._noted)
+        return list(self._dispatch.programs)
 
     def report(self, *, collectives: bool = False) -> Report:
         """What was compiled and donated so far.
@@ -371,8 +366,8 @@ class TrainStep:
             collectives: also find the communication between devices of the latest program, for
                 which it is compiled once more.
         """
-        if collectives and self._noted:
-            with self._lock:
+        if collectives and self.programs:
+            with self._alone():
                 last = self._calls.last
                 values = [*self._targets(last), *last.read, *last.blank_inputs(self._engine)]
                 self._report.collectives = last.compiled.program.collectives(values)
@@ -384,8 +379,3 @@ class TrainStep:
             "a TrainStep can't be pickled or copied; save model.state_dict(), opt.state_dict() "
             "and step.state_dict(), and make a new TrainStep"
         )
-
-
-def storages(tensors: Sequence[Tensor]) -> list[Any]:
-    """The storages of tensors, which ``p.data = ...`` replaces; the same objects if not."""
-    return list(map(Tensor.untyped_storage, tensors))

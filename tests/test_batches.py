@@ -105,7 +105,10 @@ REFUSED = {
     "axes": (funcacc.Window({"x": X, "y": X[:2]}, 1), r"window\['x'\]: 3, window\['y'\]: 2"),
     "windows": ([funcacc.Window(X)], r"microbatch\[0\] is a Window.*pass one window"),
     "a loader": (torch.utils.data.DataLoader(X), "DataLoader; pass the microbatches of one step"),
-    "devices": ([X, X.to("meta")], r"microbatch\[1\] is on meta, but in microbatch\[0\] .* on cpu"),
+    "no values": (
+        [X, X.to("meta")],
+        r"microbatch\[1\] is on the meta device, without values; give",
+    ),
 }
 
 
@@ -293,3 +296,11 @@ def test_a_count_on_the_device_is_cut_at_the_capacity(engine):
         window.count = torch.tensor(9).to(device)
         out = funcacc.accumulate(model, window, weighted)
         assert (out.grads["weight"].item(), out.weight.item()) == (2.0, 3.0)
+
+
+def test_microbatches_of_a_window_on_two_devices_are_refused():
+    there = X.to(funcacc.device("xla"))
+    with pytest.raises(
+        funcacc.FuncaccError, match=r"microbatch\[1\] is on xla:0, but in microbatch\[0\] .* on cpu"
+    ):
+        funcacc.stack([X, there])

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_m
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funcacc import guard
 from funcacc.capture.batch_norm import cumulative_averages
 from funcacc.capture.cut import ancestors
 from funcacc.capture.random import RandomOperations
@@ -338,6 +339,7 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             stack.enter_context(_disable_current_modes())
             stack.enter_context(_without_function_modes())
         else:
+            stack.enter_context(guard.lock)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_surrounding_autocast(device_type))
             stack.enter_context(torch.enable_grad())

@@ -148,3 +148,26 @@ class Engine(Protocol):
     def consumed(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Whether a program has taken the buffers of these inputs, for proving donation."""
         ...
+
+    def check(self) -> None:
+        """Refuse a process in which the device can't be used.
+
+        Raises:
+            EngineError: after a fork that the device doesn't survive.
+        """
+        ...
+
+    def failures(self, tensors: Sequence[Tensor]) -> dict[int, Exception]:
+        """Which of these tensors have no value, by position, and why; waits for the device."""
+        ...
+
+
+def unreadable(tensors: Sequence[Tensor]) -> dict[int, Exception]:
+    """`Engine.failures`, found out by reading each tensor."""
+    found: dict[int, Exception] = {}
+    for i, t in enumerate(tensors):
+        try:
+            t.detach().cpu()
+        except RuntimeError as e:
+            found[i] = e
+    return found

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from funcacc import guard
 from funcacc.capture.graph import Graph
 from funcacc.capture.passes import place
+from funcacc.engines.base import unreadable
 from funcacc.placement import Placement
 from funcacc.report import Collective
 
@@ -31,7 +33,8 @@ class EagerProgram:
     @torch.no_grad()
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Run the operations one by one, then write the first outputs over the first inputs."""
-        outputs = list(self.graph.module(*values))
+        with guard.allowed():
+            outputs = list(self.graph.module(*values))
         storages = {v.untyped_storage()._cdata for v in values}
         # An output may be (a view of) an input that is about to be overwritten.
         outputs = [o.clone() if o.untyped_storage()._cdata in storages else o for o in outputs]
@@ -107,3 +110,10 @@ class EagerEngine:
     def consumed(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Always: donated tensors are written in place."""
         return [True] * len(tensors)
+
+    def check(self) -> None:
+        """PyTorch itself refuses CUDA after a fork."""
+
+    def failures(self, tensors: Sequence[Tensor]) -> dict[int, Exception]:
+        """None on the CPU, where operations fail before they write."""
+        return {} if self.device.type == "cpu" else unreadable(tensors)

@@ -34,6 +34,8 @@ def adopt(opt: Any, names: dict[int, str]) -> Adopted:
         return TorchOptimizers(items, names)
     if len(items) == 1 and isinstance(opt, GradientTransformation):
         return FunctionalOptimizer(opt, names)
+    if not items:
+        raise OptimizerError("opt is an empty list; give at least one torch.optim.Optimizer")
     raise OptimizerError(
         f"opt is a {type(opt).__name__}; give a torch.optim.Optimizer, a list of them, or an "
         "object with init(params) and update(grads, state, params)"

@@ -99,6 +99,11 @@ class FunctionalOptimizer:
             self.state = trees.unflatten(spec, list(map(put, paths, leaves)))
             self.reached = created.entries["reached"]
 
+    def uninstall(self, created: Created) -> None:
+        """Be without a state again."""
+        if created.entries:
+            self.state, self.reached = None, []
+
     def own_state(self) -> dict[str, Any]:
         """All of it by path, and for which parameters it is."""
         if self.state is None:
@@ -234,6 +239,9 @@ class GradientsOnly:
 
     def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Nothing to keep."""
+
+    def uninstall(self, created: Created) -> None:
+        """Nothing was kept."""
 
     def own_state(self) -> dict[str, Any]:
         """None."""

@@ -247,16 +247,27 @@ class TorchOptimizers:
 
     def install(self, created: Created, put: Callable[[str, Tensor], Tensor]) -> None:
         """Give the optimizer the state that was missing."""
-        for name, entries in created.entries.items():
-            m = self.members[name]
-            on_device = {
+        on_device = {
+            name: {
                 k: put(f"opt_state[{name!r}][{k!r}]", v) if isinstance(v, Tensor) else v
                 for k, v in entries.items()
             }
-            self.optimizers[m.opt].state[m.param] = on_device
+            for name, entries in created.entries.items()
+        }
+        for name, entries in on_device.items():
+            m = self.members[name]
+            self.optimizers[m.opt].state[m.param] = entries
         self._found = None
         for name in created.born:
             self._fresh[name] = self._versions(name)
+
+    def uninstall(self, created: Created) -> None:
+        """Leave the optimizer without the state that it was given."""
+        for name in created.entries:
+            m = self.members[name]
+            self.optimizers[m.opt].state.pop(m.param, None)
+            self._fresh.pop(name, None)
+        self._found = None
 
     def _versions(self, name: str) -> list[tuple[Tensor, int]]:
         m = self.members[name]

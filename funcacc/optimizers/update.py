@@ -190,6 +190,9 @@ class Adopted(Protocol):
             moved: whether the step counts; asked only where an answer is needed.
         """
 
+    def uninstall(self, created: Created) -> None:
+        """Take back what `install` gave."""
+
     def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
         """Do on the host what a step does there: counts, hooks.
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcacc import guard
 from funcacc.capture.graph import Graph
+from funcacc.engines.base import unreadable
 from funcacc.engines.xla import private
 from funcacc.engines.xla.hlo import collectives
 from funcacc.engines.xla.lower import Target, check_operations, lower
@@ -65,21 +67,24 @@ class XlaProgram:
     def prepare(self) -> None:
         """Compile with placeholders in place of the inputs.
 
-        Not for several devices: placeholders can't be sharded.
+        Not for several devices, where the first call compiles: placeholders can't be sharded.
         """
         if not self._compiled and not private.sharded():
-            private.sync()
-            private.wait()
-            holders = [private.placeholder(s.shape, s.dtype) for s in self.graph.inputs]
-            self._compiled[()] = self._compile(holders)
+            with guard.lock:
+                private.sync()
+                private.wait()
+                holders = [private.placeholder(s.shape, s.dtype) for s in self.graph.inputs]
+                self._compiled[()] = self._compile(holders)
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Dispatch; the first call compiles, without running anything before."""
+        """Dispatch, once it is compiled."""
+        self.prepare()
         shardings = tuple(private.sharding_texts(values)) if private.sharded() else ()
         compiled = self._compiled.get(shardings)
         if compiled is None:
-            private.wait()
-            compiled = self._compiled[shardings] = self._compile(values)
+            with guard.lock:
+                private.wait()
+                compiled = self._compiled[shardings] = self._compile(values)
         results = private.run_cached(compiled.hash, compiled.inputs(values))
         return list(compiled.outputs(results))
 
@@ -142,6 +147,7 @@ class XlaEngine:
         self._mesh = None if mesh is None else DeviceMesh(mesh)
         self.axes = {} if self._mesh is None else dict(self._mesh.sizes)
         self._settled = -1
+        self.check()
 
     def put(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
         """Upload into a fresh buffer; a device tensor goes by way of the host."""
@@ -176,22 +182,24 @@ class XlaEngine:
 
     def own(self, tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
         """Replace all buffers: which of them somebody else holds too can't be found out."""
-        private.sync()
-        private.wait()
-        small = [t for t in tensors if t.numel() <= 1]
-        for t in small:
-            private.rebind(t, self.put(t))
-        for group in _groups([t for t in tensors if t.numel() > 1]):
-            private.rebind_all(group, private.copies(group, private.op_shardings(group)))
-
-    def compile(self, graph: Graph, donate: int) -> XlaProgram:
-        """Lower now; compile at the first call, which has the inputs."""
-        try:
+        with guard.lock:
             private.sync()
             private.wait()
-            return XlaProgram(graph, donate, Target(self.device, self._mesh))
-        finally:
-            private.clear_pending(self.device)
+            small = [t for t in tensors if t.numel() <= 1]
+            for t in small:
+                private.rebind(t, self.put(t))
+            for group in _groups([t for t in tensors if t.numel() > 1]):
+                private.rebind_all(group, private.copies(group, private.op_shardings(group)))
+
+    def compile(self, graph: Graph, donate: int) -> XlaProgram:
+        """Lower; `prepare` compiles."""
+        with guard.lock:
+            try:
+                private.sync()
+                private.wait()
+                return XlaProgram(graph, donate, Target(self.device, self._mesh))
+            finally:
+                private.clear_pending(self.device)
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Exchange buffers."""
@@ -206,7 +214,8 @@ class XlaEngine:
                 "torch_xla.runtime.use_spmd() first in the program, before anything is on a device"
             )
         if private.tensors_made_elsewhere() != self._settled:
-            private.sync()
+            with guard.lock:
+                private.sync()
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -222,3 +231,17 @@ class XlaEngine:
         # A sharded program runs in the background; looking meanwhile crashes.
         private.wait()
         return list(map(private.consumed, tensors))
+
+    def check(self) -> None:
+        """Refuse a child of the process whose threads drive the device."""
+        if private.forked_from is not None:
+            raise EngineError(
+                f"this process was forked from process {private.forked_from} after its XLA device "
+                "was initialised, and the threads that drive the device exist there only; start "
+                "processes by multiprocessing.get_context('spawn'), or fork before the device is "
+                "first used"
+            )
+
+    def failures(self, tensors: Sequence[Tensor]) -> dict[int, Exception]:
+        """What a failed program left, or a donation took, can't be read."""
+        return unreadable(tensors)

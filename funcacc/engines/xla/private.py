@@ -26,6 +26,19 @@ from funcacc.errors import EngineError
 extension = _C = torch_xla._XLAC
 
 
+forked_from: int | None = None
+"""The process that initialised the device, in a child that was forked after that."""
+
+
+def _in_child() -> None:
+    global forked_from
+    if _C._xla_runtime_is_initialized():
+        forked_from = os.getppid()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A device tensor without data, whose use becomes a parameter of what is lowered."""
     tensor: Tensor = xb.create_placeholder_tensor(list(shape), dtype)
