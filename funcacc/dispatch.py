@@ -43,6 +43,8 @@ class Dispatch:
 
     def own(self, targets: Sequence[Tensor]) -> None:
         """Separate the buffers of those targets that aren't what the last dispatch left."""
+        if self.owns(list(targets)):
+            return
         known = {id(t): (t, s) for t, s in zip(*self._owned, strict=True)}
         new = {}
         for t, storage in zip(targets, storages(targets), strict=True):

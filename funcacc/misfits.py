@@ -13,16 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from funcacc import trees
 from funcacc.errors import StateError
 from funcacc.optimizers import shadow
+from funcacc.parts import is_list
 from funcacc.train import TrainStep
 from funcacc.types import TensorSpec
 
 COMPARED = (nn.Module, torch.optim.Optimizer, LRScheduler, TrainStep)
 """Objects whose state is compared, so that loading it afterwards can't fail."""
-
-
-def is_list(part: Any) -> bool:
-    """Whether a part is a list of objects that have a state."""
-    return isinstance(part, (list, tuple)) and any(hasattr(x, "state_dict") for x in part)
 
 
 def parameter_names(parts: Mapping[str, Any]) -> dict[int, str]:
@@ -63,7 +59,7 @@ def misfits(part: Any, state: Any, root: str, names: dict[int, str]) -> list[str
     if not isinstance(state, dict):
         return [f"{root}: {_kind(state)} in the file, the state of a {type(part).__name__} here"]
     if isinstance(part, TrainStep):
-        return [f"{root}: {line}" for line in part.misfits(state)]
+        return [f"{root}: {line}" for line in part._misfits(state)]
     if isinstance(part, nn.Module):
         return _differences(part.state_dict(), state, root)
     if isinstance(part, torch.optim.Optimizer):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from funcacc import trees
-from funcacc.engines import get_engine
+from funcacc.engines import settle
 from funcacc.errors import StateError
 from funcacc.files import plain, read_tree, write_tree
-from funcacc.misfits import COMPARED, is_list, misfits, parameter_names
+from funcacc.misfits import COMPARED, misfits, parameter_names
+from funcacc.parts import single, state_of
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -46,8 +46,8 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
         >>> funcacc.load(path, model=model, opt=opt, step=step)
         {'epoch': 3}
     """
-    states = {name: _state_of(part) for name, part in parts.items()}
-    _settle(states)
+    states = {name: state_of(part) for name, part in parts.items()}
+    settle(x for x in trees.flatten(states)[0] if isinstance(x, Tensor))
     known: dict[int, Tensor] = {}
     write_tree(Path(path), {n: plain(state, n, known) for n, state in states.items()})
 
@@ -86,30 +86,12 @@ def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if name not in parts}
 
 
-# Saving --------------------------------------------------------------------------------
-
-
-def _state_of(part: Any) -> Any:
-    if hasattr(part, "state_dict"):
-        return part.state_dict()
-    if is_list(part):
-        return [_state_of(x) for x in part]
-    return part
-
-
-def _settle(states: dict[str, Any]) -> None:
-    """Compute all that is pending at once, rather than one program for each tensor."""
-    leaves, _ = trees.flatten(states)
-    for device in {x.device for x in leaves if isinstance(x, Tensor) and x.device.type == "xla"}:
-        get_engine("auto", device).settle()
-
-
 # Loading -------------------------------------------------------------------------------
 
 
 def _load_all(pairs: list[tuple[Any, Any]]) -> None:
     """Load; what may fail goes first, and is put back when it does."""
-    flat = [p for part, state in pairs for p in _single(part, state)]
+    flat = [p for part, state in pairs for p in single(part, state)]
     flat.sort(key=lambda pair: isinstance(pair[0], COMPARED))
     before: list[tuple[Any, Any]] = []
     try:
@@ -121,14 +103,6 @@ def _load_all(pairs: list[tuple[Any, Any]]) -> None:
         for part, state in reversed(before):
             part.load_state_dict(state)
         raise
-
-
-def _single(part: Any, state: Any) -> Iterator[tuple[Any, Any]]:
-    if is_list(part):
-        for p, s in zip(part, state, strict=True):
-            yield from _single(p, s)
-    else:
-        yield part, state
 
 
 def _versioned(part: Any, state: Any) -> Any:

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from funcacc import trees
-from funcacc.engines import get_engine
+from funcacc.engines import settle
 from funcacc.errors import StateError
+from funcacc.parts import is_list, single, state_of
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -27,10 +28,11 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
 
     Args:
         path: of the folder, which all processes see; made if it isn't there.
-        **parts: what to save, by name: anything with ``state_dict()``, or a value.
+        **parts: what to save, by name: anything with ``state_dict()``, a list of such objects, or
+            a value.
     """
-    state = _states(parts)
-    _settle(state)
+    state = {name: state_of(part) for name, part in parts.items()}
+    settle(_tensors(state))
     with _quiet():
         state_dict_saver.save(
             state,
@@ -57,8 +59,8 @@ def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
     Raises:
         StateError: for what isn't in the folder, or has another shape there; nothing was loaded.
     """
-    state = _states(parts)
-    _settle(state)
+    state = {name: state_of(part) for name, part in parts.items()}
+    settle(_tensors(state))
     reader = FileSystemReader(path)
     _check(path, state, reader)
     with _quiet():
@@ -68,27 +70,16 @@ def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
             planner=_planner(state, "SPMDLoadPlanner"),
             no_dist=not dist.is_initialized(),
         )
-    _settle(state)
-    for name, part in parts.items():
-        if hasattr(part, "load_state_dict"):
-            part.load_state_dict(state[name])
-    return {name: state[name] for name, x in parts.items() if not hasattr(x, "load_state_dict")}
-
-
-def _states(parts: dict[str, Any]) -> dict[str, Any]:
-    return {n: x.state_dict() if hasattr(x, "state_dict") else x for n, x in parts.items()}
+    settle(_tensors(state))
+    objects = {n: x for n, x in parts.items() if is_list(x) or hasattr(x, "load_state_dict")}
+    for name, part in objects.items():
+        for x, own in single(part, state[name]):
+            x.load_state_dict(own)
+    return {name: state[name] for name in parts if name not in objects}
 
 
 def _tensors(state: dict[str, Any]) -> list[Tensor]:
     return [x for x in trees.flatten(state)[0] if isinstance(x, Tensor)]
-
-
-def _settle(state: dict[str, Any]) -> None:
-    """Have all tensors of a state computed."""
-    for device in {t.device for t in _tensors(state) if t.device.type == "xla"}:
-        engine = get_engine("auto", device)
-        engine.settle()
-        engine.wait()
 
 
 def _planner(state: dict[str, Any], name: str) -> Any:

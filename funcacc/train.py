@@ -262,8 +262,7 @@ class TrainStep:
             with guard.deferred():
                 group, source = several.gather(first, source, most, call, self._adopted, scheduler)
                 with self._alone():
-                    if not self._dispatch.owns(self._targets(call)):
-                        self._dispatch.own(self._targets(call))
+                    self._dispatch.own(self._targets(call))
                     result = self._run(call, several.stacked(group, self._flags(call), size))
             yield several.first_rows(result, len(group.windows), size)
             if group.failure is not None:
@@ -335,7 +334,7 @@ class TrainStep:
         state = {"rng": self._rng.cpu().clone(), "step": int(self._step)}
         return {**state, **self._adopted.own_state()}
 
-    def misfits(self, state: dict[str, Any]) -> list[str]:
+    def _misfits(self, state: dict[str, Any]) -> list[str]:
         """What of a state dict doesn't fit this step, a line each."""
         params = models.parameters(self.model)
         return [*key_misfits(state), *self._adopted.own_misfits(state, params)]
@@ -346,7 +345,7 @@ class TrainStep:
         Raises:
             StateError: when it isn't such a dict, or of another optimizer; nothing was changed.
         """
-        lines = self.misfits(state)
+        lines = self._misfits(state)
         if lines:
             raise StateError("the state doesn't fit this step:\n  " + "\n  ".join(lines))
         with guard.lock:

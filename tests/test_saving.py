@@ -299,3 +299,30 @@ def test_objects_that_fail_while_loading_are_put_back(tmp_path):
     with pytest.raises(ValueError, match="no"):
         funcacc.load(path, **parts)
     assert snapshot(parts) == before
+
+
+def test_shards_of_a_list_of_optimizers(engine, tmp_path):
+    def make():
+        model = nn.Linear(3, 3).to(funcacc.device(engine))
+        opts = [
+            torch.optim.AdamW([model.weight]),
+            torch.optim.SGD([model.bias], lr=0.1, momentum=0.9),
+        ]
+        return model, opts, funcacc.TrainStep(model, opts, lambda m, x: m(x).square().mean())
+
+    (model, opts, step), (other, others, again) = make(), make()
+    window = [torch.ones(2, 3)]
+    for _ in range(2):
+        step(window)
+    funcacc.sharding.save(tmp_path, model=model, opts=opts, step=step, epoch=[1, 2])
+    again.compile(window)
+    found = funcacc.sharding.load(tmp_path, model=other, opts=others, step=again, epoch=[0, 0])
+    assert found == {"epoch": [1, 2]}
+    step(window)
+    again(window)
+    for a, b in zip([model, *opts], [other, *others], strict=True):
+        left, right = (funcacc.trees.flatten(x.state_dict())[0] for x in (a, b))
+        assert all(
+            torch.equal(x.cpu(), y.cpu()) if isinstance(x, torch.Tensor) else x == y
+            for x, y in zip(left, right, strict=True)
+        )

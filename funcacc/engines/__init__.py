@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from funcacc.engines.base import Engine
 from funcacc.engines.eager import EagerEngine
@@ -122,3 +124,11 @@ def device(engine: str = "auto") -> torch.device:
 
     found: torch.device = torch_xla.device()
     return found
+
+
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Have device tensors computed, all at once rather than in one program for each."""
+    for device in {t.device for t in tensors if t.device.type != "cpu"}:
+        engine = get_engine("auto", device)
+        engine.settle()
+        engine.wait()

@@ -12,7 +12,7 @@ from funcacc import trees
 from funcacc.capture.context import Tracing
 from funcacc.capture.trace import capture
 from funcacc.errors import OptimizerError
-from funcacc.optimizers.update import Call, Created, Rule, Update
+from funcacc.optimizers.update import Call, Created, NothingKept, Rule, Update
 from funcacc.types import PyTree, TensorSpec
 
 
@@ -37,7 +37,7 @@ _ROOT = "opt_state"
 _FOR = "opt_params"
 
 
-class FunctionalOptimizer:
+class FunctionalOptimizer(NothingKept):
     """A `GradientTransformation` over all trainable parameters; keeps the state itself.
 
     Args:
@@ -182,26 +182,12 @@ class FunctionalOptimizer:
                 + trees.describe_difference(expected, actual, root)
             )
 
-    def fresh(self, name: str) -> bool:
-        """Never: state doesn't start from a gradient."""
-        return False
-
-    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
-        """There is nothing to note."""
-
-    def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
-        """Nothing is kept on the host."""
-
-    def hooked(self) -> bool:
-        """There are no hooks."""
-        return False
-
 
 def _spec(value: Any) -> TensorSpec | None:
     return TensorSpec.of(value) if isinstance(value, Tensor) else None
 
 
-class GradientsOnly:
+class GradientsOnly(NothingKept):
     """In the place of an optimizer, where the user steps his own: holds, changes nothing."""
 
     updates = False
@@ -243,22 +229,6 @@ class GradientsOnly:
     def uninstall(self, created: Created) -> None:
         """Nothing was kept."""
 
-    def own_state(self) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
-        """Nothing to compare."""
-        return []
-
-    def load_own(
-        self,
-        state: dict[str, Any],
-        params: Mapping[str, Tensor],
-        put: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Nothing to load."""
-
     def tree(self) -> PyTree:
         """No state."""
         return {}
@@ -268,17 +238,3 @@ class GradientsOnly:
     ) -> Update:
         """No update."""
         return Update([], {}, 0, [])
-
-    def fresh(self, name: str) -> bool:
-        """Never: state doesn't start from a gradient."""
-        return False
-
-    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
-        """There is nothing to note."""
-
-    def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
-        """Nothing is kept on the host."""
-
-    def hooked(self) -> bool:
-        """There are no hooks."""
-        return False

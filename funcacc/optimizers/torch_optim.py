@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 
 from funcacc import trees
-from funcacc.errors import OptimizerError
 from funcacc.optimizers import rules, shadow
+from funcacc.optimizers.allowed import check_class, check_hooks, post_hooks
 from funcacc.optimizers.creation import Maker
+from funcacc.optimizers.groups import Groups, fixed, members_of
 from funcacc.optimizers.shadow import NUMBER, Group, Role, is_number
-from funcacc.optimizers.update import Call, Created, Rule, Update
+from funcacc.optimizers.update import Call, Created, NothingKept, Rule, Update
 from funcacc.types import TensorSpec
-from funcacc.watch import SIMPLE
-
-
-class _Member(NamedTuple):
-    """Where a parameter is held."""
-
-    param: Tensor
-    opt: int
-    group: int
 
 
 class _Place(NamedTuple):
@@ -35,7 +25,7 @@ class _Place(NamedTuple):
     leaf: int
 
 
-class TorchOptimizers:
+class TorchOptimizers(NothingKept):
     """One or several `torch.optim.Optimizer` over named parameters.
 
     Args:
@@ -51,47 +41,28 @@ class TorchOptimizers:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> None:
         self.optimizers = list(optimizers)
-        # Integer hyperparameters that the optimizer's step has been seen to change.
-        self._counters: set[tuple[int, int, str]] = set()
+        self.groups = Groups(self.optimizers)
+        self._counting = False
         self._rules: dict[Any, list[Rule]] = {}
-        self._device_numbers: dict[int, tuple[Tensor, int, float]] = {}
         self._seen: Any = None
-        self._seen_groups: dict[tuple[int, int], _SeenGroup] = {}
         self._memberships: dict[Any, int] = {}
         self._found: dict[str, dict[str, Any]] | None = None
         self._counted: dict[str, dict[str, Any]] = {}
         # State that starts from the next gradient: its tensors and their versions.
         self._fresh: dict[str, list[tuple[Tensor, int]]] = {}
         for opt in self.optimizers:
-            _check_class(opt)
+            check_class(opt)
         self.refresh(names)
 
     def refresh(self, names: dict[int, str]) -> None:
         """Look at the groups and the state again."""
         self._found = None
         for opt in self.optimizers:
-            _check_hooks(opt)
+            check_hooks(opt)
         ids = [[[id(p) for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
         if self._seen == (ids, names):
             return
-        members: dict[str, _Member] = {}
-        for i, opt in enumerate(self.optimizers):
-            for g, group in enumerate(opt.param_groups):
-                for p in group["params"]:
-                    name = names.get(id(p))
-                    if name is None:
-                        raise OptimizerError(
-                            f"{type(opt).__name__} holds a parameter of shape {tuple(p.shape)} "
-                            "that the model doesn't have; make the optimizer after moving the "
-                            "model, from model.parameters()"
-                        )
-                    if name in members:
-                        raise OptimizerError(
-                            f"params[{name!r}] is in two optimizers; give each its own parameters"
-                        )
-                    members[name] = _Member(p, i, g)
-        if not members:
-            raise OptimizerError("the optimizer has no parameters; pass model.parameters()")
+        members = members_of(self.optimizers, names)
         self.members = members
         self.held = set(members)
         self._seen = (ids, dict(names))
@@ -102,7 +73,7 @@ class TorchOptimizers:
         """Groups, their parameters and the values in the state."""
         out: list[Any] = []
         for opt in self.optimizers:
-            _check_hooks(opt)
+            check_hooks(opt)
             out += opt.param_groups
             for group in opt.param_groups:
                 out += group["params"]
@@ -114,48 +85,11 @@ class TorchOptimizers:
 
     # Hyperparameters -------------------------------------------------------------------
 
-    def _group(self, i: int, g: int) -> Group:
-        group = self.optimizers[i].param_groups[g]
-        seen = self._seen_groups.get((i, g))
-        if seen is not None and seen.holds(group):
-            return seen.group
-        read = self._read_group(i, g)
-        if not self._counters and all(
-            map(_is_fixed, (v for k, v in group.items() if k != "params"))
-        ):
-            self._seen_groups[i, g] = _SeenGroup(list(group), list(group.values()), read)
-        return read
-
-    def _read_group(self, i: int, g: int) -> Group:
-        group = self.optimizers[i].param_groups[g]
-        leaves, spec = trees.flatten({k: v for k, v in group.items() if k != "params"})
-        counters = {path for o, index, path in self._counters if (o, index) == (i, g)}
-        if counters:
-            at = dict(enumerate(trees.spec_paths(spec, f"param_groups[{g}]")))
-            numeric = tuple(n for n, x in enumerate(leaves) if _is_hyper(x) or at[n] in counters)
-        else:
-            numeric = tuple(n for n, x in enumerate(leaves) if _is_hyper(x))
-        return Group(g, leaves, spec, numeric)
-
-    def _groups(self) -> Iterator[tuple[int, Group]]:
-        for i, opt in enumerate(self.optimizers):
-            for g in range(len(opt.param_groups)):
-                yield i, self._group(i, g)
-
-    def _host_value(self, x: Any) -> float:
-        if not isinstance(x, Tensor) or x.device.type == "cpu":
-            return float(x)
-        # Reading waits for the device: only when the tensor was written to since.
-        seen = self._device_numbers.get(id(x))
-        if seen is None or seen[0] is not x or seen[1] != x._version:
-            seen = self._device_numbers[id(x)] = (x, x._version, float(x))
-        return seen[2]
-
     def _numbered(self) -> Iterator[tuple[_Place, float]]:
         """Each host number that is an input, with its place."""
-        for i, group in self._groups():
+        for i, group in self.groups.every():
             for n in group.numeric:
-                yield _Place((i, group.position), n), self._host_value(group.leaves[n])
+                yield _Place((i, group.position), n), self.groups.value(group.leaves[n])
         self._entries()
         for name, entries in self._counted.items():
             for n, x in enumerate(trees.flatten(entries)[0]):
@@ -168,7 +102,7 @@ class TorchOptimizers:
 
     def static(self) -> tuple[Any, ...]:
         """Flags, strings, fixed integers; which parameters are in which group."""
-        groups = tuple((g.spec, _fixed(g)) for _, g in self._groups())
+        groups = tuple((g.spec, fixed(g)) for _, g in self.groups.every())
         return groups, self._membership
 
     # State -----------------------------------------------------------------------------
@@ -233,8 +167,8 @@ class TorchOptimizers:
                     born.append(name)
                 continue
             m = self.members[name]
-            opt, group = self.optimizers[m.opt], self._group(m.opt, m.group)
-            plain = group.options([self._host_value(group.leaves[n]) for n in group.numeric])
+            opt, group = self.optimizers[m.opt], self.groups(m.opt, m.group)
+            plain = group.options([self.groups.value(group.leaves[n]) for n in group.numeric])
             kind = (m.opt, m.group, TensorSpec.of(params[name]))
             if kind not in makers:
                 makers[kind] = Maker(opt, plain, params[name])
@@ -288,6 +222,8 @@ class TorchOptimizers:
 
     def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
         """What the step changed is fresh no more, unless the step was skipped."""
+        if not self._fresh:
+            return
         names = [n for call in update.calls for n in call.names if n in self._fresh]
         if names:
             skipped = not moved()
@@ -295,22 +231,6 @@ class TorchOptimizers:
                 del self._fresh[name]
                 if skipped:
                     self._fresh[name] = self._versions(name)
-
-    def own_state(self) -> dict[str, Any]:
-        """None: ``opt.state_dict()`` has it."""
-        return {}
-
-    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
-        """Nothing to compare."""
-        return []
-
-    def load_own(
-        self,
-        state: dict[str, Any],
-        params: Mapping[str, Tensor],
-        put: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Nothing to load."""
 
     def tree(self) -> dict[str, dict[str, Any]]:
         """Parameter name -> key -> value."""
@@ -323,9 +243,9 @@ class TorchOptimizers:
     ) -> Update:
         """Trace the step: once for all parameters of a group that are alike."""
         while True:
-            counters = set(self._counters)
+            self._counting = False
             update = self._capture(params, reached, created)
-            if counters == self._counters:
+            if not self._counting:
                 return update
 
     def _capture(
@@ -334,7 +254,7 @@ class TorchOptimizers:
         entries = {**self._entries(), **created.entries}
         places = self._places(created)
         # Tracing may find counters, which change what is numeric: that is for the next round.
-        groups = {(i, g.position): g for i, g in self._groups()}
+        groups = {(i, g.position): g for i, g in self.groups.every()}
         roles: dict[int, list[tuple[int, Role]]] = {}
         for name in reached:
             m = self.members[name]
@@ -382,7 +302,7 @@ class TorchOptimizers:
         numbers = [places[s][1] for s in slots]
         kind = (
             i,
-            tuple((g.position, g.spec, g.numeric, _fixed(g)) for g in groups),
+            tuple((g.position, g.spec, g.numeric, fixed(g)) for g in groups),
             tuple(r._replace(name=str(n)) for n, r in enumerate(roles)),
         )
         known = self._rules.setdefault(kind, [])
@@ -406,8 +326,7 @@ class TorchOptimizers:
         self, i: int, groups: Sequence[Group], roles: Sequence[Role], numbers: Sequence[float]
     ) -> Rule:
         traced = rules.trace_rule(self.optimizers[i], groups, roles, numbers)
-        self._counters |= {(i, g, path) for g, path in traced.counters}
-        self._seen_groups.clear()
+        self._counting |= self.groups.counts((i, g, path) for g, path in traced.counters)
         return traced.rule
 
     def _separable(
@@ -424,7 +343,7 @@ class TorchOptimizers:
         groups = [all_groups[i, g] for g in sorted({g for g, _ in pair})]
         position = {g.position: n for n, g in enumerate(groups)}
         roles = [r._replace(group=position[g]) for g, r in pair]
-        numbers = [self._host_value(g.leaves[n]) for g in groups for n in g.numeric]
+        numbers = [self.groups.value(g.leaves[n]) for g in groups for n in g.numeric]
         numbers += [0.0 for r in roles for _ in range(r.numbers)]
         traced = rules.trace_rule(opt, groups, roles, numbers)
         return rules.independent(traced.rule.graph, roles)
@@ -436,12 +355,12 @@ class TorchOptimizers:
         for opt in self.optimizers:
             # What a scheduler looks at to see that the optimizer came before it.
             opt._opt_called = True  # type: ignore[attr-defined]
-            for hook in _post_hooks(opt):
+            for hook in post_hooks(opt):
                 hook(opt, (), {})
 
     def hooked(self) -> bool:
         """Whether the user has registered step post-hooks."""
-        return any(map(_post_hooks, self.optimizers))
+        return any(map(post_hooks, self.optimizers))
 
     def _move(self, calls: Sequence[Call], numbers: Sequence[float]) -> None:
         places = [place for place, _ in self._numbered()]
@@ -465,7 +384,7 @@ class TorchOptimizers:
                 old = trees.flatten(self.optimizers[m.opt].state[m.param])[0][place.leaf]
                 self._set_leaf(place.owner, place.leaf, _like(old, value))
             else:
-                group = self._group(*place.owner)
+                group = self.groups(*place.owner)
                 leaves = list(group.leaves)
                 leaves[place.leaf] = _like(leaves[place.leaf], value)
                 opt = self.optimizers[place.owner[0]]
@@ -474,64 +393,7 @@ class TorchOptimizers:
             self.optimizers[i].param_groups[g][key] = value
 
 
-class _SeenGroup(NamedTuple):
-    """A group as it was read, with the values that it had; none can change in place."""
-
-    keys: list[str]
-    values: list[Any]
-    group: Group
-
-    def holds(self, group: dict[str, Any]) -> bool:
-        """Whether a group still has these values."""
-        return all(map(is_, self.values, group.values())) and self.keys == list(group)
-
-
-def _is_fixed(x: Any) -> bool:
-    return type(x) in SIMPLE or (type(x) is tuple and all(type(y) in SIMPLE for y in x))
-
-
-def _is_hyper(x: Any) -> bool:
-    return x.numel() == 1 if isinstance(x, Tensor) else isinstance(x, float)
-
-
-def _fixed(group: Group) -> tuple[Any, ...]:
-    """The hyperparameters that aren't inputs, comparable."""
-    return tuple(
-        "number" if i in group.numeric else id(x) if isinstance(x, Tensor) else x
-        for i, x in enumerate(group.leaves)
-    )
-
-
 def _like(old: Any, value: float) -> Any:
     if isinstance(old, Tensor):
         return torch.full_like(old, value)
     return int(value) if isinstance(old, int) and float(value).is_integer() else value
-
-
-_REFUSED: dict[str, str] = {
-    "LBFGS": "it calls the loss many times in one step and branches on the results",
-    "SparseAdam": "it works on sparse gradients, which an accumulator can't hold",
-}
-
-
-def _check_class(opt: torch.optim.Optimizer) -> None:
-    for cls in type(opt).__mro__:
-        if cls.__name__ in _REFUSED and cls.__module__.startswith("torch.optim"):
-            raise OptimizerError(
-                f"{type(opt).__name__} can't be part of a compiled step: {_REFUSED[cls.__name__]}"
-            )
-
-
-def _post_hooks(opt: torch.optim.Optimizer) -> list[Callable[..., None]]:
-    everywhere = optimizer_module._global_optimizer_post_hooks
-    return [*opt._optimizer_step_post_hooks.values(), *everywhere.values()]
-
-
-def _check_hooks(opt: torch.optim.Optimizer) -> None:
-    hooks = optimizer_module._global_optimizer_pre_hooks
-    if opt._optimizer_step_pre_hooks or hooks:
-        raise OptimizerError(
-            f"{type(opt).__name__} has a step pre-hook; gradients exist only inside the compiled "
-            "step, so there is nothing for it to look at: use clip_norm, clip_value or "
-            "grad_transform, or remove the hook"
-        )

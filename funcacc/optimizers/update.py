@@ -223,6 +223,40 @@ class Adopted(Protocol):
         """The state as the user knows it."""
 
 
+class NothingKept:
+    """Answers to `Adopted` of an optimizer that has nothing of a kind."""
+
+    def fresh(self, name: str) -> bool:
+        """State doesn't start from a gradient."""
+        return False
+
+    def stepped(self, update: Update, moved: Callable[[], bool]) -> None:
+        """There is nothing to note."""
+
+    def finish(self, update: Update, numbers: Sequence[float], moved: Callable[[], bool]) -> None:
+        """Nothing is kept on the host."""
+
+    def hooked(self) -> bool:
+        """There are no hooks."""
+        return False
+
+    def own_state(self) -> dict[str, Any]:
+        """There is no state, or the optimizer has a state dict of its own."""
+        return {}
+
+    def own_misfits(self, state: dict[str, Any], params: Mapping[str, Tensor]) -> list[str]:
+        """There is nothing to compare."""
+        return []
+
+    def load_own(
+        self,
+        state: dict[str, Any],
+        params: Mapping[str, Tensor],
+        put: Callable[[Tensor], Tensor],
+    ) -> None:
+        """There is nothing to load."""
+
+
 def apply(
     tracing: Tracing,
     update: Update,
