@@ -53,6 +53,8 @@ _LIBRARY_ROOTS = tuple(
         sysconfig.get_paths()["stdlib"],
         sysconfig.get_paths()["purelib"],
         sysconfig.get_paths()["platlib"],
+        # Elsewhere when packages are of the user's site, or of another environment.
+        str(Path(torch.__file__).parents[1]),
     }
 )
 

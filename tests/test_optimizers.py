@@ -186,6 +186,23 @@ def test_schedulers_move_inputs_of_one_program(engine, name, tensor_lr):
     assert pair.step.report().compiles == 1
 
 
+ADAPTIVE = [name for name in CASES if not name.startswith(("sgd", "asgd", "muon"))]
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_warm_up_from_zero_where_a_gradient_is_zero(name):
+    """An embedding's rows that no token has named yet, at a learning rate of 0."""
+    pair = pair_of("eager", name)
+    schedulers = [optim.lr_scheduler.LambdaLR(opt, lambda t: t / 3) for opt in pair.both]
+    for _ in range(3):
+        x = torch.randn(5, 4) * torch.tensor([0.0, 1.0, 1.0, 1.0])
+        pair.step([x])
+        plain_step(pair.ref, pair.ref_opt, loss_fn, [x])
+        for s in schedulers:
+            s.step()
+    pair.check(TOLERANCE.get(name, 2e-6))
+
+
 def test_reduce_on_plateau(engine):
     pair = Pair(engine, lambda m: optim.AdamW(trainable(m), lr=0.1, **EPS))
     schedulers = [optim.lr_scheduler.ReduceLROnPlateau(o, patience=0) for o in pair.both]

@@ -181,7 +181,9 @@ def _step(
         [p for p, r in zip(values, roles, strict=True) if r.group == i] for i in range(len(options))
     ]
     state = list(zip(values, entries, strict=True))
-    return run(opt, options, members, state, capturable=True)
+    # With counts as tensors Adam divides by the learning rate: NaN at 0 where a gradient is 0.
+    capturable = not isinstance(opt, torch.optim.Adam)
+    return run(opt, options, members, state, capturable)
 
 
 class _Variant(NamedTuple):
