@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from funcacc import loops, trees
 from funcacc.capture import ops
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph, select, uses
-from funcacc.loss import Last, Mean, Stack, Sum
+from funcacc.loss import Mean, Stack, Sum
 from funcacc.microbatch import Microbatch
 from funcacc.plan import Plan
 from funcacc.types import PyTree, TensorSpec
@@ -93,15 +93,12 @@ def run_window(
     if len(m.coefficients) > 1:
         around = around._replace(scales=_term_scales(m, around))
 
-    grads = [_zeros(s, _acc_dtype(s.dtype, accumulate_dtype)) for s in outs[cut["grads"]]]
     zeros = {
-        "grads": _kept(m, plan, "grads", grads),
-        "totals": [_zeros(s, _sum_dtype(s.dtype)) for s in outs[cut["totals"]]],
-        "weights": [_zeros(s, _sum_dtype(s.dtype)) for s in outs[cut["weights"]]],
-        "aux": _aux_zeros(m, outs[cut["aux"]], capacity),
-        "aux_weights": [_zeros(s, s.dtype) for s in outs[cut["aux_weights"]]],
-        "buffers": [x.buffers[n] for n in m.changed],
+        kind: [torch.zeros(s.shape, dtype=s.dtype) for s in specs]
+        for kind, specs in carried(m, capacity, accumulate_dtype).items()
     }
+    zeros["grads"] = _kept(m, plan, "grads", zeros["grads"])
+    zeros["buffers"] = [x.buffers[n] for n in m.changed]
 
     def body(i: Tensor, c: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         buffers = {**x.buffers, **dict(zip(m.changed, c["buffers"], strict=True))}
@@ -126,6 +123,20 @@ def run_window(
         end["weights"][0],
         dict(zip(m.changed, end["buffers"], strict=True)),
     )
+
+
+def carried(
+    m: Microbatch, capacity: int, accumulate_dtype: torch.dtype
+) -> dict[str, list[TensorSpec]]:
+    """The sums that the loop over the microbatches carries, by kind of output."""
+    outs, cut = m.graph.outputs, m.slices()
+    sums = {k: _wide(outs[cut[k]], _sum_dtype) for k in ("totals", "weights")}
+    return {
+        "grads": _wide(outs[cut["grads"]], lambda d: _acc_dtype(d, accumulate_dtype)),
+        **sums,
+        "aux": _aux_sums(m, outs[cut["aux"]], capacity),
+        "aux_weights": list(outs[cut["aux_weights"]]),
+    }
 
 
 class _Around(NamedTuple):
@@ -214,7 +225,7 @@ def _term_scales(m: Microbatch, around: _Around) -> Tensor:
         wanted += range(*cut["buffers"].indices(len(m.graph.outputs)))
     graph = select(m.graph, wanted)
     n = len(m.coefficients)
-    zeros = [_zeros(s, _sum_dtype(s.dtype)) for s in graph.outputs[:n]]
+    zeros = [torch.zeros(s.shape, dtype=_sum_dtype(s.dtype)) for s in graph.outputs[:n]]
 
     def body(i: Tensor, c: tuple[list[Tensor], list[Tensor]]) -> Any:
         buffers = {**x.buffers, **dict(zip(m.changed, c[1], strict=False))}
@@ -281,26 +292,27 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _zeros(spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(spec.shape, dtype=dtype)
-
-
 def _add(sums: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     return [s + v.to(s.dtype) for s, v in zip(sums, values, strict=True)]
 
 
-def _aux_zeros(m: Microbatch, specs: Sequence[TensorSpec], capacity: int) -> list[Tensor]:
+def _wide(
+    specs: Sequence[TensorSpec], dtype: Callable[[torch.dtype], torch.dtype]
+) -> list[TensorSpec]:
+    return [s._replace(dtype=dtype(s.dtype)) for s in specs]
+
+
+def _aux_sums(m: Microbatch, specs: Sequence[TensorSpec], capacity: int) -> list[TensorSpec]:
     out = []
     for kind, s in zip(m.reductions, specs, strict=True):
         if kind is Mean:
             wide = s.dtype if s.dtype.is_floating_point else torch.float32
-            out.append(_zeros(s, torch.promote_types(wide, torch.float32)))
+            out.append(s._replace(dtype=torch.promote_types(wide, torch.float32)))
         elif kind is Sum:
-            out.append(_zeros(s, _sum_dtype(s.dtype)))
-        elif kind is Last:
-            out.append(_zeros(s, s.dtype))
+            out.append(s._replace(dtype=_sum_dtype(s.dtype)))
         else:
-            out.append(torch.zeros((capacity, *s.shape), dtype=s.dtype))
+            rows = (capacity,) if kind is Stack else ()
+            out.append(s._replace(shape=(*rows, *s.shape)))
     return out
 
 

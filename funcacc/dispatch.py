@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from funcacc import failures, guard
 from funcacc.engines.base import Engine, Program
+from funcacc.errors import EngineError
 from funcacc.programs import Compiled
 from funcacc.report import Report
 from funcacc.watch import same
@@ -21,15 +23,24 @@ class Dispatch:
         engine: on which programs run.
         donate: whether programs take the memory of the state.
         report: where programs are noted that have run.
+        checkpoint: gives the newest checkpoint of the state that is known.
 
     Attributes:
         programs: those that have run, oldest first.
     """
 
-    def __init__(self, engine: Engine, donate: bool, report: Report) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        donate: bool,
+        report: Report,
+        checkpoint: Callable[[], Path | None],
+    ) -> None:
         self.engine = engine
         self.donate = donate
         self.report = report
+        self._checkpoint = checkpoint
+        self._copying: dict[int, EngineError] = {}
         self.programs: list[Program] = []
         self._owned: tuple[list[Tensor], list[Any]] = [], []
         self._doubtful = False
@@ -70,7 +81,7 @@ class Dispatch:
         now = state()
         gone = failures.lost(self.engine, now)
         if gone:
-            raise failures.still_lost(gone, now)
+            raise failures.still_lost(gone, now, self._checkpoint())
         self._doubtful = False
 
     def run(
@@ -93,10 +104,13 @@ class Dispatch:
             The results that aren't state.
 
         Raises:
-            EngineError: when the program failed and the state is as it was.
+            EngineError: when the program failed and the state is as it was; when it is found to
+                copy what was donated, which is the case after its first run and refused later.
             StateError: when the state is lost.
         """
         n = compiled.layout.num_state
+        if id(compiled.program) in self._copying:
+            raise self._copying[id(compiled.program)]
         first = compiled.program not in self.programs
         with guard.deferred():
             try:
@@ -109,7 +123,8 @@ class Dispatch:
             except (RuntimeError, MemoryError) as e:
                 self._doubtful = True
                 state = dict(zip(compiled.step.graph.names, targets, strict=False))
-                raise failures.of_dispatch(e, self.engine, state) from e
+                known = [*compiled.leaves, *compiled.inside]
+                raise failures.of_dispatch(e, self.engine, state, known, self._checkpoint()) from e
             if first:
                 self._note(compiled, before, targets, outputs[:n])
             self.engine.assign(targets, outputs[:n])
@@ -118,6 +133,8 @@ class Dispatch:
             self._doubtful = True
             then(outputs[n:])
             self._doubtful = False
+        if id(compiled.program) in self._copying:
+            raise self._copying[id(compiled.program)]
         return outputs[n:]
 
     def _look(self, outputs: Sequence[Tensor]) -> None:
@@ -136,7 +153,12 @@ class Dispatch:
         after = self.engine.addresses(state) if before else []
         places = [a == b for a, b in zip(before or [], after, strict=True)]
         gone = self.engine.consumed(old) if self.donate else [False] * len(old)
-        compiled.note(self.report, gone, places)
+        compiled.ran(self.report, gone, places)
+        # What has no elements has no memory to take.
+        pairs = zip(compiled.leaves, gone, strict=False)
+        copied = [x for x, taken in pairs if not taken and x.spec.nbytes]
+        if self.donate and copied:
+            self._copying[id(compiled.program)] = failures.copied(copied)
 
 
 def storages(tensors: Sequence[Tensor]) -> list[Any]:

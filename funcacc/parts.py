@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -25,3 +28,20 @@ def single(part: Any, state: Any) -> Iterator[tuple[Any, Any]]:
             yield from single(p, s)
     else:
         yield part, state
+
+
+_newest: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
+
+
+def remember(path: Path, parts: Mapping[str, Any]) -> None:
+    """Note where the state of objects was saved to, or loaded from."""
+    for part in parts.values():
+        for x in part if is_list(part) else [part]:
+            # Objects of other libraries may have neither a hash nor weak references.
+            with contextlib.suppress(TypeError):
+                _newest[x] = path.absolute()
+
+
+def newest(part: Any) -> Path | None:
+    """Where the state of an object was last saved to, or loaded from."""
+    return _newest.get(part)

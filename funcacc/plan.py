@@ -89,10 +89,13 @@ class Plan(NamedTuple):
 
     def pin_parts(self, path: str, x: Tensor) -> Tensor:
         """`x`, one part for each group of rows of a sum that is like the leaf of this path."""
-        assert self.mesh is not None
-        place = self.of(path, x.ndim - 1).without(self.mesh.batch).behind(self.mesh.batch)
-        pinned: Tensor = ops.pin(x, str(place))
+        pinned: Tensor = ops.pin(x, str(self.opened(path, x.ndim)))
         return pinned
+
+    def opened(self, path: str, rank: int) -> Placement:
+        """Where the parts of a sum lie that is like the leaf of this path."""
+        assert self.mesh is not None
+        return self.of(path, rank - 1).without(self.mesh.batch).behind(self.mesh.batch)
 
     def pin_batch(self, x: Tensor, path: str) -> Tensor:
         """`x`, one microbatch of the window's leaf of this path."""

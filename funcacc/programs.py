@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from funcacc import guard, trees
+from funcacc import account, guard, trees
 from funcacc import model as models
 from funcacc import plan as plans
 from funcacc.attributes import Attributes, differences
@@ -22,7 +22,7 @@ from funcacc.optimizers.update import Adopted, Created, Update
 from funcacc.options import Options
 from funcacc.placement import Mesh, Placement
 from funcacc.plan import Plan
-from funcacc.report import Leaf, Report
+from funcacc.report import Build, Leaf, Report
 from funcacc.step import Layout, Step, trace_step, trace_steps
 from funcacc.types import LossFn, TensorSpec
 
@@ -39,36 +39,50 @@ _OF_THE_MODEL = (
 
 
 class Compiled(NamedTuple):
-    """A program and what it was built for."""
+    """A program and what it was built for.
+
+    Attributes:
+        program: the program.
+        step: its graph.
+        layout: of its inputs.
+        update: of the optimizer.
+        plan: where its inputs lie.
+        leaves: its inputs, for reports.
+        inside: the sums in its loop, for reports.
+        build: how it was built.
+    """
 
     program: Program
     step: Step
     layout: Layout
     update: Update
     plan: Plan
+    leaves: list[Leaf]
+    inside: list[Leaf]
+    build: Build
 
-    def note(self, report: Report, donated: Sequence[bool], in_place: Sequence[bool]) -> None:
-        """Enter this program into a report.
+    def enter(self, report: Report) -> None:
+        """Let a report be about this program."""
+        report.num_state, report.mesh = self.layout.num_state, str(self.plan.mesh or "")
+        report.leaves, report.inside = self.leaves, self.inside
+        report.collectives = report.need = None
+
+    def ran(self, report: Report, donated: Sequence[bool], in_place: Sequence[bool]) -> None:
+        """Note what was seen when this program ran for the first time.
 
         Args:
             report: to be changed.
             donated: for each state leaf, whether its buffer was taken.
             in_place: likewise, whether it was found at its address; empty where nobody looked.
         """
-        n, graph = self.layout.num_state, self.step.graph
         report.compiles += 1
         report.seconds["compile"] += self.program.seconds["compile"]
-        report.num_state, report.mesh, report.collectives = n, str(self.plan.mesh or ""), None
-        report.leaves = [
-            Leaf(
-                path,
-                spec,
-                donated=i < n and donated[i],
-                in_place=in_place[i] if in_place and i < n else None,
-                **self.plan.account(path, len(spec.shape)),
-            )
-            for i, (path, spec) in enumerate(zip(graph.names, graph.inputs, strict=True))
-        ]
+        self.build.seconds["compile"] = self.program.seconds["compile"]
+        for i, leaf in enumerate(self.leaves[: self.layout.num_state]):
+            leaf.donated = donated[i]
+            leaf.output = i if donated[i] else None
+            leaf.in_place = in_place[i] if in_place else None
+        self.enter(report)
 
 
 class Programs:
@@ -141,7 +155,9 @@ class Programs:
             self._compiled[tuple(key.values())] = compiled
             self._last_key = key
             self._unused = created, tuple(key.values()), before
-            self.report.reasons.append(reason)
+            compiled.build.reason = reason
+            self.report.builds.append(compiled.build)
+            compiled.enter(self.report)
         log.info("new program: %s", reason)
         return compiled
 
@@ -208,7 +224,7 @@ class Programs:
     def _build(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted
     ) -> tuple[Compiled, Created]:
-        start = time.perf_counter()
+        start, traces = time.perf_counter(), self.report.traces
         m = self._microbatch(key, model, window, opt)
         params = models.parameters(model)
         specs = {n: TensorSpec.of(params[n]) for n in m.trainable}
@@ -221,11 +237,20 @@ class Programs:
         _check_state(layout, step)
         if key["steps per call"]:
             step = trace_steps(step, layout, key["steps per call"])
-        self.report.seconds["capture"] += time.perf_counter() - start
-        program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
-        program.prepare()
+        seconds = {"capture": time.perf_counter() - start}
+        self.report.seconds["capture"] += seconds["capture"]
+        leaves = account.inputs(step.graph, layout, plan, self.donate)
+        inside = account.sums(m, layout, plan, self.options.accumulate_dtype)
+        try:
+            program = self.engine.compile(step.graph, layout.num_state if self.donate else 0)
+            program.prepare()
+        except (RuntimeError, MemoryError) as e:
+            if account.is_out_of_memory(e):
+                raise account.out_of_memory(e, "compile", [*leaves, *inside]) from e
+            raise
         self.report.seconds["lower"] += program.seconds["lower"]
-        return Compiled(program, step, layout, update, plan), created
+        build = Build("", self.report.traces > traces, {**seconds, **program.seconds})
+        return Compiled(program, step, layout, update, plan, leaves, inside, build), created
 
     def _microbatch(
         self, key: dict[str, Any], model: nn.Module, window: Window, opt: Adopted

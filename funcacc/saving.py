@@ -15,7 +15,7 @@ from funcacc.engines import settle
 from funcacc.errors import StateError
 from funcacc.files import plain, read_tree, write_tree
 from funcacc.misfits import COMPARED, misfits, parameter_names
-from funcacc.parts import single, state_of
+from funcacc.parts import remember, single, state_of
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -50,6 +50,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     settle(x for x in trees.flatten(states)[0] if isinstance(x, Tensor))
     known: dict[int, Tensor] = {}
     write_tree(Path(path), {n: plain(state, n, known) for n, state in states.items()})
+    remember(Path(path), parts)
 
 
 def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
     if lines:
         raise StateError(f"{path} doesn't fit; nothing was loaded:\n" + "\n".join(lines))
     _load_all([(part, saved[name]) for name, part in parts.items()])
+    remember(Path(path), parts)
     return {name: value for name, value in saved.items() if name not in parts}
 
 

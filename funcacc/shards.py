@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from funcacc import trees
 from funcacc.engines import settle
 from funcacc.errors import StateError
-from funcacc.parts import is_list, single, state_of
+from funcacc.parts import is_list, remember, single, state_of
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -41,6 +42,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
             planner=_planner(state, "SPMDSavePlanner"),
             no_dist=not dist.is_initialized(),
         )
+    remember(Path(path), parts)
 
 
 def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
     for name, part in objects.items():
         for x, own in single(part, state[name]):
             x.load_state_dict(own)
+    remember(Path(path), parts)
     return {name: state[name] for name in parts if name not in objects}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcacc import guard, inspection, rng, several, trees
+from funcacc import account, guard, inspection, parts, rng, several, trees
 from funcacc import model as models
 from funcacc.batches import Window, as_window
 from funcacc.calls import Call, Calls
@@ -18,7 +18,7 @@ from funcacc.capture import context
 from funcacc.dispatch import Dispatch
 from funcacc.engines import get_engine
 from funcacc.engines.base import Program
-from funcacc.errors import CaptureError, StateError, user_line
+from funcacc.errors import CaptureError, FuncaccError, StateError, user_line
 from funcacc.optimizers import adopt
 from funcacc.optimizers.update import Adopted
 from funcacc.options import Options, checked_seed
@@ -113,7 +113,9 @@ class TrainStep:
             self._engine, loss_fn, self.options, donate, self._report, mesh_used
         )
         self._calls = Calls(lambda: self.model, self._adopted, self._engine, self._programs)
-        self._dispatch = Dispatch(self._engine, donate, self._report)
+        self._dispatch = Dispatch(
+            self._engine, donate, self._report, lambda: parts.newest(self.model)
+        )
         self._numbers: tuple[list[float], Tensor] | None = None
         self._counts: dict[int, Tensor] = {}
 
@@ -173,13 +175,19 @@ class TrainStep:
             self._dispatch.check(lambda: by_path(self.model, self._opt(), self._rng, self._step))
             try:
                 yield
-            except BaseException:
+            except BaseException as e:
                 self._programs.undo(self._adopted)
+                if account.is_out_of_memory(e) and not isinstance(e, FuncaccError):
+                    leaves = [*self._report.leaves, *self._report.inside]
+                    raise account.out_of_memory(e, "get what it reads", leaves) from e
                 raise
 
     def _find(self, window: Window, steps: int | None = None) -> Call:
         """The program and its tensors, which own their buffers."""
+        built = len(self._report.builds)
         call, known = self._calls.find(window, steps)
+        for build in self._report.builds[built:]:
+            build.step = int(self._step)
         if not self._dispatch.owns(self._targets(call)):
             if known:
                 # That a tensor of the optimizer has another shape now isn't seen before.
@@ -358,18 +366,24 @@ class TrainStep:
         """The compiled programs that have run, oldest first."""
         return list(self._dispatch.programs)
 
-    def report(self, *, collectives: bool = False) -> Report:
-        """What was compiled and donated so far.
+    def report(self, *, collectives: bool = False, memory: bool = False) -> Report:
+        """What was compiled and donated so far, and the memory of the latest program.
 
         Args:
             collectives: also find the communication between devices of the latest program, for
                 which it is compiled once more.
+            memory: also ask the compiler what the latest program needs, for which another
+                process compiles it once more. Only XLA:CPU on one device tells.
         """
-        if collectives and self.programs:
+        if self.programs and (collectives or memory):
+            last = self._calls.last
+            last.compiled.enter(self._report)
             with self._alone():
-                last = self._calls.last
-                values = [*self._targets(last), *last.read, *last.blank_inputs(self._engine)]
-                self._report.collectives = last.compiled.program.collectives(values)
+                if memory:
+                    self._report.need = last.compiled.program.need()
+                if collectives:
+                    values = [*self._targets(last), *last.read, *last.blank_inputs(self._engine)]
+                    self._report.collectives = last.compiled.program.collectives(values)
         return self._report
 
     def __getstate__(self) -> dict[str, Any]:

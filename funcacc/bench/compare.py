@@ -15,9 +15,9 @@ from statistics import median, quantiles
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
-from funcacc.bench.dump import dumped
 from funcacc.bench.peers import PEERS
 from funcacc.bench.work import WORK
+from funcacc.engines.dump import dumped
 
 OURS = "funcacc"
 SCHEDULED = 50
@@ -158,7 +158,7 @@ def compare(work: str, count: int, made: dict[str, Any], rounds: int, seconds: f
         program = dumped(lambda environment: _three_steps(made[name], environment))
         row = Row(work, count, name, first=first[name])
         if program is not None:
-            row = row._replace(**program._asdict())
+            row = row._replace(program_bytes=program.need.total, instructions=program.instructions)
         return _row(row, times[name], times[OURS], found)
 
     try:

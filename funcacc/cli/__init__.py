@@ -1,4 +1,4 @@
-"""The ``funcacc`` command: ``funcacc train``, ``funcacc bench`` and ``funcacc doctor``.
+"""The ``funcacc`` command: ``funcacc train``, ``report``, ``bench`` and ``doctor``.
 
 Each subcommand is a module of this package with a ``main(argv) -> int``, imported only when
 it is asked for.
@@ -16,6 +16,7 @@ from funcacc.cli.errors import OneLineParser, RunError, UsageError
 
 COMMANDS = {
     "train": "train a byte-level GPT on text, on any engine",
+    "report": "write a page of HTML about a run of funcacc train",
     "bench": "compare training steps with those of other libraries, in paired runs",
     "doctor": "say what is installed and check each engine against plain PyTorch",
 }

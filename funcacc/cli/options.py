@@ -37,6 +37,7 @@ class TrainOptions:
     resume: bool
     eval_every: int
     save_every: int
+    memory: bool
 
     @property
     def model(self) -> GPTConfig:
@@ -55,7 +56,7 @@ class TrainOptions:
             engine: The engine that ``auto`` came to.
             digest: A hash of the data, whose path may change while it stays the same.
         """
-        elsewhere = ("data", "out", "resume", "save_every")
+        elsewhere = ("data", "out", "resume", "save_every", "memory")
         kept = {key: value for key, value in asdict(self).items() if key not in elsewhere}
         return kept | {"engine": engine, "data_sha256": digest}
 
@@ -117,6 +118,8 @@ def _parser() -> OneLineParser:
     add("--resume", action="store_true", help="go on with the run in RUN_DIR, if there is one")
     add("--eval-every", type=count, default=50, help="steps between held-out losses")
     add("--save-every", type=count, default=50, help="steps between checkpoints")
+    add("--memory", action="store_true", help="at the end also ask the compiler what the program "
+        "needs (XLA on a CPU), by compiling it once more")  # fmt: skip
     return parser
 
 

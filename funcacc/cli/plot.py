@@ -1,18 +1,23 @@
-"""The picture of a run: loss and throughput over steps."""
+"""The pictures of a run: loss, throughput and gradient norm over steps."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from funcacc.files import write_atomically
 
+Metrics = Sequence[Mapping[str, Any]]
+MOST_POINTS = 1500
 
-def draw(metrics: Sequence[Mapping[str, Any]], entropy: float, path: Path) -> None:
+
+def draw(metrics: Metrics, entropy: float, path: Path) -> None:
     """Draw a run as a PNG.
 
     Args:
@@ -23,25 +28,95 @@ def draw(metrics: Sequence[Mapping[str, Any]], entropy: float, path: Path) -> No
     # A bare Figure draws with Agg: no display is needed, no global backend is touched.
     figure = Figure(figsize=(9, 4), layout="constrained")
     loss, speed = figure.subplots(1, 2)
-    loss.plot(*_series(metrics, "loss"), linewidth=0.8, label="training")
-    loss.plot(*_series(metrics, "heldout_loss"), marker="o", markersize=3, label="held out")
+    _loss(loss, metrics)
     loss.axhline(entropy, color="grey", linestyle="--", linewidth=0.8, label="unigram entropy")
-    loss.set_ylabel("loss (nats a byte)")
     loss.legend(frameon=False)
-    steps, rates = _series(metrics, "tokens_per_s")
-    speed.plot(steps, rates, linewidth=0.8)
-    speed.set_ylabel("tokens a second")
-    speed.set_ylim(0, 1.1 * max(rates, default=1.0))
+    _speed(speed, metrics)
     for axes in (loss, speed):
-        _plain(axes)
+        axes.set_xlabel("step")
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
-def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def curves(metrics: Metrics, builds: Sequence[int], size: tuple[float, float]) -> bytes:
+    """Draw a run as SVG: loss, throughput and gradient norm above one axis of steps.
+
+    Args:
+        metrics: The records of ``metrics.jsonl``.
+        builds: After which steps programs were built; marked by numbers from 1 on.
+        size: Width and height in inches.
+    """
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    _loss(panels[0], metrics)
+    if panels[0].get_lines():
+        panels[0].legend(frameon=False)
+    _speed(panels[1], metrics)
+    panels[2].plot(*_series(metrics, "grad_norm"), linewidth=0.8, color="C2")
+    panels[2].set_ylabel("gradient norm")
+    panels[2].set_ylim(bottom=0)
+    panels[2].set_xlabel("step")
+    _plain(panels[2])
+    for step, numbers in _numbered(builds).items():
+        for axes in panels:
+            axes.axvline(step, color="#b00020", linestyle=":", linewidth=1)
+        panels[0].annotate(
+            numbers,
+            (step, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, 1),
+            textcoords="offset points",
+            color="#b00020",
+            fontsize="small",
+        )
+    file = io.BytesIO()
+    # The same run gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "funcacc"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _numbered(builds: Sequence[int]) -> dict[int, str]:
+    at: dict[int, list[str]] = {}
+    for i, step in enumerate(builds, 1):
+        at.setdefault(step, []).append(str(i))
+    return {
+        step: f"{n[0]}–{n[-1]}" if len(n) > 2 else ", ".join(n)  # noqa: RUF001
+        for step, n in at.items()
+    }
+
+
+def _loss(axes: Axes, metrics: Metrics) -> None:
+    axes.plot(*_series(metrics, "loss"), linewidth=0.8, label="training")
+    axes.plot(*_series(metrics, "heldout_loss"), marker="o", markersize=3, label="held out")
+    axes.set_ylabel("loss (nats a byte)")
+    _plain(axes)
+
+
+def _speed(axes: Axes, metrics: Metrics) -> None:
+    steps, rates = _series(metrics, "tokens_per_s")
+    axes.plot(steps, rates, linewidth=0.8)
+    axes.set_ylabel("tokens a second")
+    axes.set_ylim(0, 1.1 * max(rates, default=1.0))
+    _plain(axes)
+
+
+def _series(metrics: Metrics, key: str) -> tuple[list[int], list[float]]:
     points = [(record["step"], record[key]) for record in metrics if key in record]
+    points = thinned(points)
     return [step for step, _ in points], [value for _, value in points]
 
 
+def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most `MOST_POINTS` of these, with the lowest and the highest of each stretch."""
+    stretch = -(-2 * len(points) // MOST_POINTS)
+    if stretch <= 2:
+        return list(points)
+    kept = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return kept
+
+
 def _plain(axes: Axes) -> None:
-    axes.set_xlabel("step")
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,9 +3,12 @@
 ::
 
     config.json     what determines the numbers; a RUN_DIR holds one configuration for ever
-    metrics.jsonl   one object a line: {"step": 7, "loss": ...} or {"step": 50, "heldout_loss": ...}
+    metrics.jsonl   one object a line: {"step": 7, "loss": ...}, {"step": 50, "heldout_loss": ...},
+                    or {"step": 0, "program": ...} where one was built after that step
     checkpoint.pt   the newest checkpoint
     metrics.png     loss and throughput
+    report.json     the account of the training step in the latest process
+    report.html     what `funcacc report` makes of all this
     report.txt      what the finished run printed; it is there only when the run is finished
 
 Every file but ``metrics.jsonl`` is replaced as a whole. ``metrics.jsonl`` is on the disk up to
@@ -41,6 +44,7 @@ class RunDir:
         self.checkpoint = path / "checkpoint.pt"
         self.plot = path / "metrics.png"
         self.report = path / "report.txt"
+        self.account = path / "report.json"
         self._config_file = path / "config.json"
 
     def check(self, *, resume: bool) -> None:
@@ -112,30 +116,20 @@ class RunDir:
         """Return the metrics, oldest first; a line torn by a kill is left out."""
         return [record for _, record in self._metric_lines()]
 
+    def describe(self, report: Mapping[str, Any]) -> None:
+        """Write the account of the training step."""
+        text = json.dumps(report, indent=1) + "\n"
+        write_atomically(self.account, lambda file: file.write(text.encode()))
+
     def finish(self, report: str) -> None:
         """Write the report, which marks the run as finished."""
         write_atomically(self.report, lambda file: file.write(report.encode()))
 
     def _read_config(self) -> dict[str, Any]:
-        try:
-            config = json.loads(self._config_file.read_text(encoding="utf-8"))
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise UsageError(f"{self._config_file}: is not the configuration of a run")
-        return config
+        return _object(self._config_file, "the configuration of a run")
 
     def _metric_lines(self) -> list[tuple[str, dict[str, Any]]]:
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = []
-        for line in lines:
-            try:
-                kept.append((line, json.loads(line)))
-            except ValueError:
-                continue
-        return kept
+        return _metric_lines(self.metrics)
 
     def _cut_metrics(self, step: int) -> None:
         kept = [line for line, record in self._metric_lines() if record["step"] <= step]
@@ -147,3 +141,48 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     missing = object()
     keys = [key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing)]
     return ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in keys)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any] | None]:
+    """Read a run for looking at it.
+
+    Returns:
+        Its configuration, its metrics, and the account of its training step if there is one.
+
+    Raises:
+        UsageError: There is no run, or a file of it is damaged.
+    """
+    if not (path / "config.json").exists():
+        raise UsageError(f"{path}: holds no run of funcacc train")
+    config = _object(path / "config.json", "the configuration of a run")
+    metrics = [record for _, record in _metric_lines(path / "metrics.jsonl")]
+    account = path / "report.json"
+    report = _object(account, "the report of a run") if account.exists() else None
+    return config, metrics, report
+
+
+def _object(file: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file that may be anything."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"{file}: is not {what}")
+    return found
+
+
+def _metric_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The lines that are records of metrics, each with its record."""
+    if not file.exists():
+        return []
+    kept = []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                kept.append((line, record))
+    return kept

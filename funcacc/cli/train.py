@@ -22,6 +22,7 @@ from funcacc.cli import meshes, options, text
 from funcacc.cli.errors import RunError
 from funcacc.cli.gpt import GPT, generate
 from funcacc.cli.runs import RunDir
+from funcacc.report import Report
 
 READ_EVERY = 10  # steps between two looks at the device, which wait for it
 HELDOUT_BATCHES = 16
@@ -73,6 +74,7 @@ class Session:
     step: funcacc.TrainStep
     done: int = 0
     seconds: float = 0.0
+    described: int = 0
 
     @classmethod
     def begin(
@@ -144,6 +146,18 @@ class Session:
         losses = [_plain_loss(self.model, batch.to(self.device)).item() for batch in batches]
         self.model.train()
         return sum(losses) / len(losses)
+
+    def describe(self, *, last: bool = False) -> Report:
+        """Write down the account of the step, and the programs built since the last time."""
+        # Each of the two compiles once more.
+        collectives, memory = last and bool(self.asked.mesh), last and self.asked.memory
+        report = self.step.report(collectives=collectives, memory=memory)
+        new = report.builds[self.described :]
+        self.described = len(report.builds)
+        fields = [dict(vars(build)) for build in new]
+        self.run.append({"step": f.pop("step"), "program": f} for f in fields)
+        self.run.describe(report.to_dict())
+        return report
 
     def sample(self) -> str:
         """Return text from a copy of the model on the CPU."""
@@ -229,6 +243,8 @@ def _train(session: Session) -> None:
                 records, seconds = meter.read()
                 session.seconds += seconds
                 run.append(records)
+                if len(session.step.report().builds) > session.described:
+                    session.describe()
                 _show(bar, records)
             if look:
                 loss = session.heldout_loss()
@@ -268,8 +284,9 @@ def _finish(session: Session, entropy: float) -> None:
         f"held-out loss {loss:.3f} nats a byte after {session.done} steps and "
         f"{session.seconds:.0f} s of training; unigram entropy of the same text {entropy:.3f}\n\n"
         f"a sample:\n{session.sample()}\n\n"
-        f"{session.step.report(collectives=bool(session.asked.mesh))}\n\n"
+        f"{session.describe(last=True)}\n\n"
         f"metrics: {run.metrics}\nplot: {run.plot}\ncheckpoint: {run.checkpoint}\n"
+        f"a page about it: funcacc report {run.path}\n"
     )
     run.finish(report)
     print("\n" + report, end="")

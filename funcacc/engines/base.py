@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcacc.capture.graph import Graph
 from funcacc.placement import Placement
-from funcacc.report import Collective
+from funcacc.report import Collective, Need
 
 
 class Program(Protocol):
@@ -48,6 +48,16 @@ class Program(Protocol):
         """The communication between devices that a call with these values would take.
 
         Runs nothing, and may compile once more.
+        """
+        ...
+
+    def need(self) -> Need | None:
+        """The memory that the compiler has assigned; `None` where it doesn't tell.
+
+        Runs nothing, and may compile once more, in another process.
+
+        Raises:
+            EngineError: when that process failed.
         """
         ...
 

@@ -13,7 +13,7 @@ from funcacc.capture.graph import Graph
 from funcacc.capture.passes import place
 from funcacc.engines.base import unreadable
 from funcacc.placement import Placement
-from funcacc.report import Collective
+from funcacc.report import Collective, Need
 
 
 class EagerProgram:
@@ -49,6 +49,10 @@ class EagerProgram:
     def collectives(self, values: Sequence[Tensor]) -> list[Collective]:
         """None: there is one device."""
         return []
+
+    def need(self) -> Need | None:
+        """Unknown: PyTorch allocates as it goes."""
+        return None
 
 
 class EagerEngine:

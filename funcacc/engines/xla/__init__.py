@@ -14,12 +14,14 @@ from funcacc import guard
 from funcacc.capture.graph import Graph
 from funcacc.engines.base import unreadable
 from funcacc.engines.xla import private
+from funcacc.engines.xla.account import need
 from funcacc.engines.xla.hlo import collectives
 from funcacc.engines.xla.lower import Target, check_operations, lower
 from funcacc.engines.xla.mesh import DeviceMesh
+from funcacc.engines.xla.slots import compile_with_slots
 from funcacc.errors import EngineError
 from funcacc.placement import Placement
-from funcacc.report import Collective
+from funcacc.report import Collective, Need
 
 private.copy_into_fresh_buffers()
 
@@ -51,13 +53,7 @@ class XlaProgram:
         try:
             pending = private.user_computation("funcacc_step", values, self.computation)
             order = private.input_order(pending, values)
-            # XLA gives each donor, in the order of the parameters, to the next output of
-            # its shape: outputs in that same order put every buffer into its own slot.
-            first = [i for i in order if i < self.donate]
-            slots = [*first, *range(self.donate, len(pending))]
-            roots = [pending[i] for i in slots]
-            with private.donation(values[: self.donate]):
-                found = private.compile_cached(roots)
+            found, slots = compile_with_slots(pending, order, values[: self.donate])
         finally:
             private.clear_pending(self.device)
         self.seconds["compile"] += time.perf_counter() - start
@@ -105,6 +101,10 @@ class XlaProgram:
     def collectives(self, values: Sequence[Tensor]) -> list[Collective]:
         """From the optimised HLO."""
         return collectives(self.optimized(values))
+
+    def need(self) -> Need | None:
+        """On XLA:CPU, from a process of its own."""
+        return need(self.computation, self.graph.inputs, self.donate, self.device)
 
 
 def _picking(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:

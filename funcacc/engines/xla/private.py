@@ -123,6 +123,17 @@ def compile_cached(outputs: Sequence[Tensor]) -> Any:
     return graph_hash
 
 
+def module_proto(outputs: Sequence[Tensor]) -> bytes:
+    """HLO of pending tensors before optimisation, serialised."""
+    proto: bytes = _C._get_xla_tensors_hlo_proto(list(outputs))
+    return proto
+
+
+def on_cpu() -> bool:
+    """Whether XLA's own CPU compiler is at work."""
+    return str(xr.device_type()) == "CPU"
+
+
 def run_cached(graph_hash: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Dispatch a cached program without tracing."""
     return list(_C._run_cached_graph(graph_hash, inputs))
@@ -266,7 +277,11 @@ def sharding_texts(tensors: Sequence[Tensor]) -> list[str]:
 def consumed(tensor: Tensor) -> bool:
     """Whether a donation has taken this tensor's buffer, so that it has no value any more."""
     try:
-        _C._get_local_shards([tensor])
+        # Each fails for the other kind of tensor, whether it has a value or not.
+        if sharded():
+            _C._get_local_shards([tensor])
+        else:
+            tensor.detach().cpu()
     except RuntimeError:
         return True
     return False
