@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,14 +31,15 @@ class Attributes:
 
     def now(self, model: nn.Module) -> tuple[Entry, ...]:
         """What there is at present."""
-        return tuple(e for e in _entries(model) if e[0] not in self._changing)
+        return tuple(e for e in entries(model) if e[0] not in self._changing)
 
     def traced(self, model: nn.Module, before: tuple[Entry, ...]) -> None:
         """Leave out what has changed since `before` by tracing alone."""
         self._changing.update(differences(before, self.now(model)))
 
 
-def _entries(model: nn.Module) -> Iterator[Entry]:
+def entries(model: nn.Module) -> Iterator[Entry]:
+    """The entries of a model, one after another."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in module.__dict__.items():
@@ -58,3 +60,31 @@ def differences(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> list[str
     """Paths of what was added, removed or changed."""
     old, new = set(before), set(after)
     return sorted({path for path, _, _ in old ^ new})
+
+
+@contextlib.contextmanager
+def noting_reads(model: nn.Module, paths: Set[str]) -> Iterator[set[str]]:
+    """Collect which of these attributes are read, by their paths."""
+    read: set[str] = set()
+    classes = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        names = {p[len(prefix) :] for p in paths if p.startswith(prefix)}
+        names.intersection_update(module.__dict__)
+        if names:
+            classes.append((module, module.__class__))
+            module.__class__ = _noting(module.__class__, prefix, names, read)
+    try:
+        yield read
+    finally:
+        for module, cls in classes:
+            module.__class__ = cls
+
+
+def _noting(cls: type[nn.Module], prefix: str, names: set[str], read: set[str]) -> Any:
+    def look(self: nn.Module, name: str) -> Any:
+        if name in names:
+            read.add(prefix + name)
+        return cls.__getattribute__(self, name)
+
+    return type(cls.__name__, (cls,), {"__getattribute__": look, "__module__": cls.__module__})

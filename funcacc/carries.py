@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -118,3 +119,17 @@ def check_bound(value: int | Tensor, name: str) -> None:
         raise CarryError(f"{name} is a {type(value).__name__}; it must be an integer scalar")
     elif value < 0:
         raise CarryError(f"{name} is {value}; bounds are 0 or more, shift the index in the body")
+
+
+def index_dtype(lower: int | Tensor, upper: int | Tensor) -> torch.dtype:
+    """The dtype of an index from `lower` to `upper`, at least one of which is a tensor.
+
+    That of the tensors; ``int64`` where a number doesn't fit into it, since an index that
+    overflows would never arrive.
+    """
+    bounds = (lower, upper)
+    dtype = functools.reduce(
+        torch.promote_types, [b.dtype for b in bounds if isinstance(b, Tensor)]
+    )
+    fits = all(b <= torch.iinfo(dtype).max for b in bounds if not isinstance(b, Tensor))
+    return dtype if fits else torch.int64

@@ -57,7 +57,7 @@ class Jitted:
         return self._programs[key].run(signature, trees.flatten(args)[0])
 
 
-def jit(fn: Callable[..., PyTree], donate_argnums: Sequence[int] = ()) -> Jitted:
+def jit(fn: Callable[..., PyTree], donate_argnums: int | Sequence[int] = ()) -> Jitted:
     """Compile `fn` once for each structure, shapes, dtypes and static values of its arguments.
 
     Equals ``fn``, with these differences:
@@ -72,14 +72,15 @@ def jit(fn: Callable[..., PyTree], donate_argnums: Sequence[int] = ()) -> Jitted
 
     Args:
         fn: trees of tensors and static values in, a tree of tensors out; pure.
-        donate_argnums: positions of arguments that the caller gives away.
+        donate_argnums: positions of arguments that the caller gives away, or one position.
 
     Returns:
         A `Jitted`: call it, or look at its stages by ``.lower(*args).compile()``.
 
     Raises:
-        CarryError: when a donated leaf has no result of its shape and dtype, or for a result
-            that is neither tensor nor number.
+        CarryError: when a donated leaf has no result of its shape and dtype, for a donated
+            argument that isn't there or that `fn` closes over too, or for a result that is
+            neither tensor nor number.
 
     Example:
         >>> import torch, funcacc
@@ -87,4 +88,4 @@ def jit(fn: Callable[..., PyTree], donate_argnums: Sequence[int] = ()) -> Jitted
         >>> add(torch.ones(2), {"x": torch.ones(2)})
         {'sum': tensor([2., 2.])}
     """
-    return Jitted(fn, donate_argnums)
+    return Jitted(fn, [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from funcacc import loops, model, trees
+from funcacc import attributes, loops, model, trees
 from funcacc.capture import context
 from funcacc.capture.context import Tracing
 from funcacc.capture.trace import capture
@@ -41,8 +41,9 @@ def scan_layers(
     Buffers that the modules update (batch statistics) are updated in each of them.
 
     Args:
-        modules: alike in class, settings, shapes and dtypes; values may differ. An
-            ``nn.ModuleList`` or any other iterable.
+        modules: alike in class, settings, shapes and dtypes; values may differ, and so may
+            attributes that the forward pass doesn't read (a layer's index). An ``nn.ModuleList``
+            or any other iterable.
         x: what the first one takes; each returns something of the same structure, shapes
             and dtypes.
         *args: given to each of them as they are.
@@ -84,7 +85,11 @@ def scan_layers(
             after = model.buffers(first)
         return out, [after[n] for n in changed]
 
-    out, rows = loops.scan(body, x, xs, len(stack), checkpoint=checkpoint)
+    different = _differing_attributes(stack)
+    with attributes.noting_reads(first, different.keys()) as read:
+        out, rows = loops.scan(body, x, xs, len(stack), checkpoint=checkpoint)
+    if read:
+        _refuse([different[path] for path in sorted(read)])
     with torch.no_grad():
         for name, new in zip(changed, rows, strict=True):
             for i, own in enumerate(buffers):
@@ -131,6 +136,11 @@ def _changed_buffers(module: nn.Module, x: PyTree, args: tuple[Any, ...]) -> lis
 
 
 def _check_alike(stack: list[nn.Module]) -> None:
+    for i, module in enumerate(stack):
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"scan_layers takes modules, but modules[{i}] is a {type(module).__name__}"
+            )
     lines = []
     for i, module in enumerate(stack[1:], 1):
         for what, want, got in zip(
@@ -143,10 +153,27 @@ def _check_alike(stack: list[nn.Module]) -> None:
                 lines.append(f"  modules[{i}] has other {what}: {_short(got)}, not {_short(want)}")
                 break
     if lines:
-        raise ModelError(
-            "scan_layers needs modules that are alike; call those that differ one by one:\n"
-            + "\n".join(lines)
-        )
+        _refuse(lines)
+
+
+def _refuse(lines: list[str]) -> NoReturn:
+    raise ModelError(
+        "scan_layers needs modules that are alike; call those that differ one by one:\n"
+        + "\n".join(lines)
+    )
+
+
+def _differing_attributes(stack: list[nn.Module]) -> dict[str, str]:
+    """Path of each attribute that isn't the same in all modules -> how it differs."""
+    found: dict[str, str] = {}
+    want = {path: value for path, _, value in attributes.entries(stack[0])}
+    for i, module in enumerate(stack[1:], 1):
+        for path, kind, value in attributes.entries(module):
+            if kind != "hooks" and path in want and want[path] != value and path not in found:
+                got = "another tensor" if isinstance(value, tuple) else f"{value!r}"
+                first = "" if isinstance(value, tuple) else f", not {want[path]!r}"
+                found[path] = f"  modules[{i}].{path}, which forward reads, is {got}{first}"
+    return found
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:

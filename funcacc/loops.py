@@ -9,7 +9,15 @@ from torch import Tensor
 
 from funcacc import trees
 from funcacc.capture import context
-from funcacc.carries import check_bound, check_carry, check_condition, length_of, pair, tensors
+from funcacc.carries import (
+    check_bound,
+    check_carry,
+    check_condition,
+    index_dtype,
+    length_of,
+    pair,
+    tensors,
+)
 from funcacc.counted import Counted, run_counted
 from funcacc.host import python_trips, python_while
 from funcacc.open_loop import device_of, run_while
@@ -91,7 +99,7 @@ def fori_loop(
         return carry
 
     with the differences that `while_loop` lists, and with i an integer scalar tensor: of the
-    bound's dtype, ``int64`` for Python ints. With Python ints as bounds the loop is
+    dtype that holds both bounds, ``int64`` for Python ints. With Python ints as bounds the loop is
     differentiable in reverse mode, once: each trip keeps what its gradient needs, so memory
     grows with the number of trips. With bounds on the device it isn't.
 
@@ -139,9 +147,10 @@ def _between(
     init: PyTree,
 ) -> list[Tensor]:
     """The trips from `lower` to `upper`, at least one of them a tensor."""
-    start, stop = (b if isinstance(b, Tensor) else torch.tensor(b) for b in (lower, upper))
+    dtype = index_dtype(lower, upper)
+    start, stop = (torch.as_tensor(b) for b in (lower, upper))
     device = device_of([start, stop, *leaves])
-    carry = [start.to(device), stop.to(device), *leaves]
+    carry = [start.to(device, dtype), stop.to(device, dtype), *leaves]
 
     def cond(i: Tensor, end: Tensor, *flat: Tensor) -> list[Tensor]:
         return [i < end]

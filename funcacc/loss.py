@@ -75,6 +75,10 @@ class Loss:
             return NotImplemented
         return Loss._of(self.terms + other.terms, _merge_aux(self.aux, other.aux))
 
+    def __radd__(self, other: object) -> Loss:
+        """What ``sum(losses)`` starts with is 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __mul__(self, factor: float) -> Loss:
         """Scale every term by a Python number."""
         if not isinstance(factor, Real):

@@ -86,7 +86,12 @@ class Microbatch:
 
 
 class Setting(NamedTuple):
-    """What a microbatch is traced for; `groups` of its rows have statistics of their own."""
+    """What a microbatch is traced for.
+
+    Attributes:
+        groups: how many parts of its rows have statistics of their own.
+        dtype: of the floating tensors that the model is called with; `None` for any.
+    """
 
     module: nn.Module
     loss_fn: LossFn | None
@@ -97,6 +102,7 @@ class Setting(NamedTuple):
     batch_tree: trees.TreeSpec
     device_type: str
     groups: int = 1
+    dtype: torch.dtype | None = None
 
 
 def trace_microbatch(s: Setting) -> Microbatch:
@@ -132,7 +138,8 @@ def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
                 p.register_hook(hook)
         names, attributes = inspection.all_names(s.module), inspection.tensor_attributes(s.module)
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
-            with noticing_host_draws(), local_statistics(s.groups):
+            cast = model.inputs_as(s.module, s.dtype)
+            with cast, noticing_host_draws(), local_statistics(s.groups):
                 microbatch = trees.unflatten(s.batch_tree, batch)
                 result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
 
 from funcacc import guard
 from funcacc.capture import context
@@ -54,6 +56,25 @@ def swapped(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     waiting = guard.deferred(interruptible=True)
     with waiting, _no_traces_left(model), _reparametrize_module(model, values, tie_weights=True):
         yield
+
+
+@contextlib.contextmanager
+def inputs_as(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Cast the floating tensors that the model is called with; `None` leaves them as they are."""
+    if dtype is None:
+        yield
+        return
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(
+            Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+        )
+
+    handle = model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -271,6 +271,7 @@ class Programs:
                 tree,
                 self.engine.device.type,
                 self._groups(),
+                self.options.compute_dtype,
             )
             self._microbatches[place] = trace_microbatch(setting)
             self.report.traces += 1

@@ -39,7 +39,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
             state,
             # Copying ahead takes a device of torch's own kind for granted.
             storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0),
-            planner=_planner(state, "SPMDSavePlanner"),
+            planner=_planner(state, "SavePlanner"),
             no_dist=not dist.is_initialized(),
         )
     remember(Path(path), parts)
@@ -86,10 +86,10 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
 
 
 def _planner(state: dict[str, Any], name: str) -> Any:
-    """torch_xla's planner where tensors are on a mesh; torch's own otherwise."""
+    """The xla engine's planner where tensors are on a mesh; torch's own otherwise."""
     if all(t.device.type != "xla" for t in _tensors(state)):
         return None
-    import torch_xla.experimental.distributed_checkpoint as planners
+    from funcacc.engines.xla import planners
 
     return getattr(planners, name)()
 

@@ -135,6 +135,9 @@ class Lowered:
         self.engine = engine
         graph = self._trace(fn, args)
         self.captured = graph.captured
+        wrong = [a for a in donate if not 0 <= a < len(args)]
+        if wrong:
+            raise CarryError(f"{name} donates argument {wrong[0]}, but was given {len(args)}")
         given = tuple(f"args[{a}]" for a in donate)
         donated = [i for i, n in enumerate(graph.names) if given and n.startswith(given)]
         self.slots = _slots(graph, donated)
@@ -272,6 +275,11 @@ class Compiled:
                     f"{path} is donated, but the same tensor is passed a second time; pass a "
                     "clone() in one of the places"
                 )
+            if any(t is tensor for t in low.captured):
+                raise CarryError(
+                    f"{path} is donated, but {low.name} closes over the same tensor; pass it as "
+                    "an argument only"
+                )
             if tensor.device != low.engine.device:
                 raise CarryError(
                     f"{path} is donated, but it is on {tensor.device} and the program runs on "
@@ -280,7 +288,9 @@ class Compiled:
 
     def _own(self, state: Sequence[Tensor]) -> list[Tensor]:
         """Tensors that may be overwritten: copies where the memory is somebody else's too."""
-        own = [t.detach() if t.requires_grad else t for t in state]
+        # A view is no buffer that could be given away.
+        own = [t.detach().clone() if t._is_view() else t for t in state]
+        own = [t.detach() if t.requires_grad else t for t in own]
         fresh = {id(r()) for r in self._results}
         if not all(id(t) in fresh for t in state):
             self._lowered.engine.own(own)

@@ -240,8 +240,19 @@ def _shape_gradients(
                 "grad_transform must return a dict with the keys that it was given; "
                 + trees.describe_difference(grads, changed, "grads")
             )
-        grads = {n: changed[n] for n in grads}
+        grads = {n: _like(n, g, changed[n]) for n, g in grads.items()}
     return grads, norm
+
+
+def _like(name: str, grad: Tensor, changed: object) -> Tensor:
+    """What `grad_transform` returned for one gradient, in that gradient's dtype."""
+    if not isinstance(changed, Tensor) or changed.shape != grad.shape:
+        got = TensorSpec.of(changed) if isinstance(changed, Tensor) else repr(changed)
+        raise ModelError(
+            f"grad_transform returned {got} for grads[{name!r}], which is {TensorSpec.of(grad)}; "
+            "return a tensor of that shape (zeros, for no gradient)"
+        )
+    return changed.to(grad.dtype)
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:

@@ -55,7 +55,8 @@ class TrainStep:
         clip_value: clamp each gradient element, after `clip_norm`.
         grad_transform: pure ``(grads, params) -> grads`` on dicts by name, after clipping.
         accumulate_dtype: dtype of the accumulators; ``float64`` parameters keep theirs.
-        compute_dtype: cast floating parameters to this for forward and backward.
+        compute_dtype: cast floating parameters, and the floating tensors that the model is
+            called with, to this for forward and backward.
         skip_nonfinite: leave everything as it was when loss or gradient isn't finite.
         steps_per_call: how many optimizer steps `run` puts into one dispatch.
         seed: of the random key; `None` takes `torch.initial_seed()`.

@@ -81,3 +81,17 @@ def loading_a_state_dict_keeps_the_sharding():
     step(data)
     assert_equal(values(model, opt), want, 0.0)
     assert step.report().compiles == 1
+
+
+@check
+def shards_with_copies_are_saved_once():
+    for cut in (("model", None), (None, "data"), (("data", "model"), None)):
+        model = sharded(nn.Linear(16, 8), mesh(4, 2), {"weight": cut})
+        want = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+        with tempfile.TemporaryDirectory() as folder:
+            funcacc.sharding.save(folder, model=model)
+            for p in model.parameters():
+                p.detach().zero_()
+            funcacc.sharding.load(folder, model=model)
+        for name, p in model.named_parameters():
+            assert p.detach().cpu().equal(want[name]), (cut, name)

@@ -127,3 +127,32 @@ def test_a_jitted_function_inside_another_is_part_of_it(device):
     inner = funcacc.jit(lambda x: x * 2)
     outer = funcacc.jit(lambda x: inner(x) + 1)
     assert outer(torch.ones(2).to(device)).cpu().tolist() == [3, 3]
+
+
+def test_views_are_taken_as_what_they_show(device):
+    base = torch.arange(6.0).reshape(3, 2).to(device)
+    views = [base.t(), base[1:], torch.zeros(3, 2).to(device).fill_(2).t(), base.expand(2, 3, 2)]
+    for view in views:
+        want = view.cpu() * 2
+        assert funcacc.jit(lambda a: a * 2)(view).cpu().equal(want)
+    donating = funcacc.jit(lambda a: a * 2, donate_argnums=0)
+    assert donating(base.t()).cpu().equal(base.cpu().t() * 2)
+    assert base.cpu().equal(torch.arange(6.0).reshape(3, 2))
+
+
+def test_arguments_that_can_not_be_donated_are_refused(device):
+    x = torch.ones(3).to(device)
+    with pytest.raises(funcacc.FuncaccError, match=r"args\[0\] is donated, but .* closes over"):
+        funcacc.jit(lambda a: a + x, donate_argnums=0)(x)
+    with pytest.raises(funcacc.FuncaccError, match="donates argument 2, but was given 1"):
+        funcacc.jit(lambda a: a + 1, donate_argnums=(2,))(x)
+
+
+def test_a_function_may_return_nothing(device):
+    assert funcacc.jit(lambda a: None)(torch.ones(2).to(device)) is None
+
+
+def test_complex_numbers_are_refused_by_name_on_xla():
+    x = torch.ones(2).to(funcacc.device("xla"))
+    with pytest.raises(funcacc.FuncaccError, match=r"no complex numbers, which aten.mul.Tensor"):
+        funcacc.jit(lambda a: (a * 1j).abs())(x)

@@ -311,3 +311,44 @@ def test_a_recurrent_model_trains_like_the_plain_loop(device, how):
 
 def _call(model, batch):
     return model(batch)
+
+
+def quartic_by_fori(w, x):
+    return funcacc.fori_loop(
+        0, 2, lambda i, c: funcacc.fori_loop(0, 2, lambda j, e: e * w, c), x
+    ).sum()
+
+
+def quartic_by_scan(w, x):
+    def inner(c):
+        return funcacc.scan(lambda e, t: (e * w, None), c, x.expand(2, 3))[0]
+
+    return funcacc.scan(lambda c, s: (inner(c), None), x, None, length=2)[0].sum()
+
+
+@pytest.mark.parametrize("fn", [quartic_by_fori, quartic_by_scan])
+def test_transforms_reach_what_loops_in_loops_close_over(device, fn):
+    w, x = torch.tensor([0.5, 2.0, 3.0]).to(device), torch.ones(3).to(device)
+    want = [0.5, 32.0, 108.0]  # 4 w**3
+    grad = torch.func.grad(fn)
+    for run in (grad, funcacc.jit(grad)):
+        assert run(w, x).cpu().tolist() == want
+
+    def pulled(w, x):
+        out, pull = torch.func.vjp(lambda q: fn(q, x), w)
+        return pull(torch.ones_like(out))[0]
+
+    assert funcacc.jit(pulled)(w, x).cpu().tolist() == want
+
+
+def test_an_index_is_wide_enough_for_both_bounds(device):
+    def trips(lower, upper):
+        count = funcacc.fori_loop(lower, upper, lambda i, c: c + 1, torch.zeros(()).to(device))
+        return int(count)
+
+    small = torch.tensor(100, dtype=torch.int8).to(device)
+    assert trips(small, 200) == 100
+    assert trips(small, torch.tensor(130, dtype=torch.int32).to(device)) == 30
+    assert trips(0, torch.tensor(200, dtype=torch.uint8).to(device)) == 200
+    seen = funcacc.fori_loop(0, small, lambda i, c: i, torch.zeros((), dtype=torch.int8))
+    assert (seen.dtype, int(seen)) == (torch.int8, 99)

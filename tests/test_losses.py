@@ -118,3 +118,10 @@ def test_aux_of_any_tree_comes_back_in_its_structure(engine):
     assert aux["a"]["y"].item() is True
     assert (aux["a"]["x"].item(), aux["a"]["x"].dtype) == (7, torch.int64)
     assert (aux["stack"].tolist(), aux["stack"].dtype) == ([1, 2, 4], torch.int64)
+
+
+def test_losses_add_up_by_sum():
+    terms = [funcacc.Loss(torch.tensor(3.0), torch.tensor(2.0)) for _ in range(3)]
+    assert len(sum(terms).terms) == 3
+    with pytest.raises(TypeError):
+        1 + terms[0]

@@ -178,6 +178,16 @@ def test_grad_transform_comes_after_clipping_and_sees_the_parameters(engine):
 def test_a_grad_transform_that_loses_a_gradient_is_refused(engine):
     with pytest.raises(funcacc.FuncaccError, match=r"grads\['w'\] is missing"):
         run(engine, lambda m, b: (m.w * b).sum(), [torch.ones(1)], grad_transform=lambda g, p: {})
+    for bad, got in ((None, "None"), (0.5, "0.5"), (torch.ones(2), r"float32\[2\]")):
+        with pytest.raises(
+            funcacc.FuncaccError, match=rf"returned {got} for grads\['w'\], which is float32\[1\]"
+        ):
+            run(
+                engine,
+                lambda m, b: (m.w * b).sum(),
+                [torch.ones(1)],
+                grad_transform=lambda g, p, bad=bad: {"w": bad},
+            )
 
 
 def test_sums_of_aux_are_wide(engine):

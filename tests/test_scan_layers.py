@@ -131,3 +131,29 @@ def test_modules_that_differ_are_refused_with_what_differs():
     with pytest.raises(funcacc.FuncaccError, match="has other settings"):
         funcacc.scan_layers([nn.Dropout(0.1), nn.Dropout(0.2)], torch.ones(2))
     assert torch.equal(funcacc.scan_layers([], torch.ones(2)), torch.ones(2))
+
+
+class Multiplied(nn.Module):
+    def __init__(self, index, factor):
+        super().__init__()
+        self.index, self.factor, self.linear = index, factor, nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+def test_attributes_may_differ_unless_forward_reads_them(engine):
+    device = funcacc.device(engine)
+    x = torch.ones(2, 3).to(device)
+    alike = [Multiplied(i, 2.0).to(device) for i in range(3)]
+    out = funcacc.jit(lambda x: funcacc.scan_layers(alike, x))(x)
+    want = alike[2](alike[1](alike[0](x)))
+    torch.testing.assert_close(out.detach().cpu(), want.detach().cpu())
+    assert all(type(m) is Multiplied for m in alike)
+
+    other = [Multiplied(i, float(i)).to(device) for i in range(3)]
+    match = r"modules\[1\].factor, which forward reads, is 1.0, not 0.0$"
+    with pytest.raises(funcacc.FuncaccError, match=match):
+        funcacc.jit(lambda x: funcacc.scan_layers(other, x))(x)
+    with pytest.raises(funcacc.FuncaccError, match=r"modules\[0\] is a function"):
+        funcacc.scan_layers([lambda x: x], x)

@@ -56,11 +56,18 @@ def host_read_message(what: str, where: str) -> str:
 class UserTensors(TorchFunctionMode):
     """Lets user code mix the traced tensors with real ones and with any device's name."""
 
-    def __init__(self, fake_mode: FakeTensorMode, in_loop: bool) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, in_loop: bool, outer: UserTensors | None = None
+    ) -> None:
         super().__init__()
         self.fake_mode = fake_mode
         self.in_loop = in_loop
-        self.transformed = in_loop and functorch.peek_interpreter_stack() is not None
+        # The stack of transforms is empty while a body is traced, so that a loop in it has to ask
+        # the trace of that body.
+        self.transformed = in_loop and (
+            functorch.peek_interpreter_stack() is not None
+            or (outer is not None and outer.transformed)
+        )
         self.lifted: dict[int, tuple[Tensor, Tensor]] = {}
         self.origin: dict[int, Tensor] = {}
 
@@ -165,7 +172,7 @@ class Tracing:
     def __init__(self, outer: Tracing | None, in_loop: bool) -> None:
         self.outer = outer
         self.fake_mode = outer.fake_mode if outer else FakeTensorMode(allow_non_fake_inputs=True)
-        self.tensors = UserTensors(self.fake_mode, in_loop)
+        self.tensors = UserTensors(self.fake_mode, in_loop, outer.tensors if outer else None)
         self.random = RandomOperations()
         self.keep: list[Any] = []
         self.weights: dict[int, Tensor] = {}

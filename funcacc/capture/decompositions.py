@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from funcacc.errors import CaptureError, user_line
+
 aten = torch.ops.aten
 
 
@@ -73,6 +75,32 @@ def _zeros(size: list[int], *, dtype: torch.dtype | None = None, **kwargs: Any) 
     return torch.zeros(size, dtype=dtype)
 
 
+_PRODUCTS = (
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+)
+
+
+def _same_dtypes(op: Any) -> Callable[..., Any]:
+    """Refuse operands of several dtypes, which fake tensors multiply without a word."""
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [x.dtype for x in args if isinstance(x, Tensor)]
+        if len(set(dtypes)) > 1:
+            given = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise CaptureError(
+                f"{op} at {user_line()} is given operands of different dtypes ({given}), which no "
+                "kernel multiplies; cast one of them, e.g. x.to(weight.dtype). With compute_dtype "
+                "the parameters have that dtype there, and buffers keep theirs"
+            )
+        return NotImplemented
+
+    return check
+
+
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table: core ATen, with batch normalisation written out."""
@@ -98,8 +126,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         )
     )
     # Engines have these as they are, and better than in pieces.
-    for name in (aten.embedding_dense_backward.default, aten.lift_fresh_copy.default):
+    whole = aten.embedding_dense_backward, aten.lift_fresh_copy, aten.index_add
+    for name in (packet.default for packet in whole):
         table.pop(name, None)
+    table.update({op: _same_dtypes(op) for op in _PRODUCTS})
     table[aten.native_batch_norm.default] = _batch_norm
     table[aten.histc.default] = _histc
     table[aten._efficientzerotensor.default] = _zeros

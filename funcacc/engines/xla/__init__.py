@@ -65,7 +65,7 @@ class XlaProgram:
 
         Not for several devices, where the first call compiles: placeholders can't be sharded.
         """
-        if not self._compiled and not private.sharded():
+        if self.graph.outputs and not self._compiled and not private.sharded():
             with guard.lock:
                 private.sync()
                 private.wait()
@@ -74,6 +74,8 @@ class XlaProgram:
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Dispatch, once it is compiled."""
+        if not self.graph.outputs:
+            return []
         self.prepare()
         shardings = tuple(private.sharding_texts(values)) if private.sharded() else ()
         compiled = self._compiled.get(shardings)
@@ -109,8 +111,10 @@ class XlaProgram:
 
 def _picking(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """The function that picks the values at these places, in this order."""
-    pick = operator.itemgetter(*places, places[0])
-    return lambda values: pick(values)[:-1]
+    if len(places) < 2:
+        # `itemgetter` gives a single value bare.
+        return lambda values: [values[i] for i in places]
+    return operator.itemgetter(*places)
 
 
 _COPIED_AT_ONCE = 256 * 2**20
@@ -157,9 +161,11 @@ class XlaEngine:
         return private.device_data(host, self.device, cut)
 
     def move(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
-        """Upload at once, if it isn't on the device; nothing is left pending."""
+        """Upload at once, if it isn't on the device; `settle` computes what is pending."""
         if tensor.device.type != "xla":
             return self.put(tensor, placement)
+        if tensor._is_view():
+            private.renew(tensor)
         if self._mesh is None or placement in (None, *self.placements([tensor])):
             return tensor
         return private.copies([tensor], [self._mesh.sharding(placement)])[0]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from funcacc.capture import ops
 from funcacc.capture.graph import Graph, find
-from funcacc.engines.xla import marks, natives, private
+from funcacc.engines.xla import marks, natives, private, wide
 from funcacc.engines.xla.mesh import DeviceMesh
 from funcacc.engines.xla.unmerged import Unmerged
 from funcacc.errors import EngineError
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def check_operations(graph: Graph) -> None:
-    """Refuse operations that torch_xla lacks, before anything was lowered.
+    """Refuse operations that torch_xla lacks, and complex numbers, before anything was lowered.
 
     Raises:
         EngineError: naming each of them.
@@ -42,8 +42,19 @@ def check_operations(graph: Graph) -> None:
             f"the xla engine has no kernel for {', '.join(missing)}; write the model without "
             'them, or keep it on the CPU, where engine="eager" runs it'
         )
+    complex_ones = [n for n in graph.nodes if _is_complex(n.meta.get("val"))]
+    if complex_ones:
+        raise EngineError(
+            f"the xla engine has no complex numbers, which {complex_ones[0].target} gives; compute "
+            "with real and imaginary parts (a rotation as x * cos + rotated(x) * sin), or keep the "
+            'model on the CPU, where engine="eager" runs it'
+        )
     for part in graph.parts:
         check_operations(part)
+
+
+def _is_complex(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_complex()
 
 
 class Target(NamedTuple):
@@ -105,6 +116,8 @@ def _interpret(graph: Graph, inputs: list[Tensor], target: Target) -> list[Tenso
         elif node.target is operator.getitem:
             env[node] = args[0][args[1]]
         elif target.mesh is not None and (made := unmerged.run(node, args)) is not None:
+            env[node] = made
+        elif (made := wide.run(node, args, kwargs)) is not None:
             env[node] = made
         else:
             env[node] = node.target(*args, **kwargs)

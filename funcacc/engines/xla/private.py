@@ -244,6 +244,11 @@ def copies(tensors: Sequence[Tensor], shardings: Sequence[Any]) -> list[Tensor]:
     return made
 
 
+def renew(view: Tensor) -> None:
+    """Let a view see its base as it is: otherwise each use computes it anew, after any sync."""
+    torch._functionalize_sync(view)
+
+
 def held(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Pending tensors behind one optimisation barrier."""
     # It works in place.
