@@ -97,11 +97,10 @@ def advice(leaves: Sequence[Leaf]) -> str:
     return "\n".join(
         [
             *lines,
-            "What is not in this table are the activations of one microbatch: use smaller "
-            "microbatches (and more of them), funcacc.checkpoint, or "
-            "compute_dtype=torch.bfloat16. What is in it gets smaller by accumulate_dtype, by "
-            "another optimizer, by fewer microbatches in a window, or by a mesh that parameters "
-            "are cut over",
+            "The activations of one microbatch, which are not in this sum, get smaller by smaller "
+            "microbatches (and more of them), by funcacc.checkpoint and by "
+            "compute_dtype=torch.bfloat16; the rest by a narrower accumulate_dtype, another "
+            "optimizer, fewer microbatches in a window, or a mesh that parameters are cut over",
         ]
     )
 

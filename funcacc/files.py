@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zipfile
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from funcacc.errors import StateError
+from funcacc.types import TensorSpec
 
 SAFETENSORS = ".safetensors"
 _ENTRY = "funcacc"
 """The name under which a safetensors file holds its structure."""
+_ENTRY_CRC = "funcacc.crc32"
 _DICTS: tuple[type[dict[Any, Any]], ...] = (Counter, OrderedDict)
 
 
@@ -138,21 +141,53 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _read_torch(path: Path) -> Any:
     if not zipfile.is_zipfile(path):
         raise StateError(f"{path}: is truncated, or no file of torch.save")
+    size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+            entries = archive.infolist()
+            larger = (
+                any(e.compress_type for e in entries) or sum(e.file_size for e in entries) > size
+            )
+            damaged = None if larger else archive.testzip()
     except Exception as e:
         raise StateError(f"{path}: is damaged: {e}") from e
+    if larger:
+        raise StateError(f"{path}: is damaged: what it holds is larger than the file")
     if damaged:
         raise StateError(f"{path}: is damaged: the checksum of {damaged} is wrong")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # Otherwise a tensor that claims more than is there would be read past its end.
+        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:
         reason = str(e).partition("\n")[0]
         raise StateError(
             f"{path}: doesn't load with weights_only=True, so it isn't what funcacc.save "
             f"writes: {reason}"
         ) from e
+    if _grows(tree, size):
+        raise StateError(f"{path}: is damaged: what it holds is larger than the file")
+    # The file may be written over while its tensors are in use.
+    return copy.deepcopy(tree)
+
+
+def _grows(tree: Any, size: int) -> bool:
+    """Whether a tree has more values, or larger tensors, than fit into a file of this size."""
+    storages: set[int] = set()
+    todo, room = [tree], size
+    while todo:
+        value = todo.pop()
+        room -= 1
+        if isinstance(value, dict):
+            todo += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            todo += value
+        elif isinstance(value, Tensor) and value.layout == torch.strided:
+            storage = value.untyped_storage()
+            room -= 0 if storage._cdata in storages else storage.nbytes()
+            storages.add(storage._cdata)
+        if room < len(todo):
+            return True
+    return False
 
 
 # safetensors ---------------------------------------------------------------------------
@@ -184,7 +219,8 @@ def _named(tree: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
             storage = value.untyped_storage()._cdata
             tensors[name] = value.clone() if storage in storages else value.contiguous()
             storages.add(storage)
-            return {"tensor": name, "crc32": _checksum(tensors[name])}
+            spec = str(TensorSpec.of(value))
+            return {"tensor": name, "spec": spec, "crc32": _checksum(tensors[name])}
         if isinstance(value, dict):
             kind = type(value).__name__
             return {kind: [[k, described(v, f"{name}.{k}")] for k, v in value.items()]}
@@ -195,8 +231,8 @@ def _named(tree: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {"dtype": str(value).removeprefix("torch.")}
         return value
 
-    structure = {part: described(value, part) for part, value in tree.items()}
-    return tensors, {_ENTRY: json.dumps(structure)}
+    structure = json.dumps({part: described(value, part) for part, value in tree.items()})
+    return tensors, {_ENTRY: structure, _ENTRY_CRC: str(zlib.crc32(structure.encode()))}
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -214,10 +250,12 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             f"{path}: has no {_ENTRY!r} entry in its metadata, so it isn't what funcacc.save "
             f"writes; it holds {_some(tensors)}: load it by safetensors.torch.load_file"
         )
+    if metadata.get(_ENTRY_CRC) != str(zlib.crc32(metadata[_ENTRY].encode())):
+        raise StateError(f"{path}: is damaged: the checksum of its {_ENTRY!r} entry is wrong")
     try:
         structure = json.loads(metadata[_ENTRY])
         return {part: _restored(value, tensors, path) for part, value in structure.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise StateError(f"{path}: is damaged: its {_ENTRY!r} entry can't be read") from e
 
 
@@ -231,12 +269,15 @@ def _restored(value: Any, tensors: dict[str, Tensor], path: Path) -> Any:
         return value
     if "tensor" in value:
         tensor = tensors[value["tensor"]]
-        if _checksum(tensor) != value["crc32"]:
+        if _checksum(tensor) != value["crc32"] or str(TensorSpec.of(tensor)) != value["spec"]:
             raise StateError(f"{path}: is damaged: the checksum of {value['tensor']} is wrong")
         return tensor
     (kind, content), *_ = value.items()
     if kind == "dtype":
-        return getattr(torch, content)
+        dtype = getattr(torch, content)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(content)
+        return dtype
     if kind in ("list", "tuple"):
         inner = [_restored(v, tensors, path) for v in content]
         return inner if kind == "list" else tuple(inner)

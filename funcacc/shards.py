@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -19,6 +20,7 @@ from funcacc import trees
 from funcacc.engines import settle
 from funcacc.errors import StateError
 from funcacc.parts import is_list, remember, single, state_of
+from funcacc.shard_files import ShardReader, checked
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -39,7 +41,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
             state,
             # Copying ahead takes a device of torch's own kind for granted.
             storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0),
-            planner=_planner(state, "SavePlanner"),
+            planner=_planner(state, load=False),
             no_dist=not dist.is_initialized(),
         )
     remember(Path(path), parts)
@@ -60,18 +62,23 @@ def load(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
 
     Raises:
         StateError: for what isn't in the folder, or has another shape there; nothing was loaded.
+            For a shard that turns out to be damaged; what was read before it is loaded.
     """
     state = {name: state_of(part) for name, part in parts.items()}
     settle(_tensors(state))
-    reader = FileSystemReader(path)
+    reader = ShardReader(path)
     _check(path, state, reader)
-    with _quiet():
-        state_dict_loader.load(
-            state,
-            storage_reader=reader,
-            planner=_planner(state, "SPMDLoadPlanner"),
-            no_dist=not dist.is_initialized(),
-        )
+    try:
+        with _quiet():
+            state_dict_loader.load(
+                state,
+                storage_reader=reader,
+                planner=_planner(state, load=True),
+                no_dist=not dist.is_initialized(),
+            )
+    except CheckpointException as e:
+        (cause, _), *_ = e.failures.values()
+        raise StateError(f"{path}: is damaged; what was read of it is loaded: {cause}") from e
     settle(_tensors(state))
     objects = {n: x for n, x in parts.items() if is_list(x) or hasattr(x, "load_state_dict")}
     for name, part in objects.items():
@@ -85,13 +92,13 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
     return [x for x in trees.flatten(state)[0] if isinstance(x, Tensor)]
 
 
-def _planner(state: dict[str, Any], name: str) -> Any:
+def _planner(state: dict[str, Any], *, load: bool) -> Any:
     """The xla engine's planner where tensors are on a mesh; torch's own otherwise."""
     if all(t.device.type != "xla" for t in _tensors(state)):
-        return None
+        return checked()() if load else None
     from funcacc.engines.xla import planners
 
-    return getattr(planners, name)()
+    return checked(planners.SPMDLoadPlanner)() if load else planners.SavePlanner()
 
 
 def _check(path: Any, state: dict[str, Any], reader: FileSystemReader) -> None:

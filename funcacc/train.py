@@ -180,7 +180,7 @@ class TrainStep:
                 self._programs.undo(self._adopted)
                 if account.is_out_of_memory(e) and not isinstance(e, FuncaccError):
                     leaves = [*self._report.leaves, *self._report.inside]
-                    raise account.out_of_memory(e, "get what it reads", leaves) from e
+                    raise account.out_of_memory(e, "get ready", leaves) from e
                 raise
 
     def _find(self, window: Window, steps: int | None = None) -> Call:

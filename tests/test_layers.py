@@ -93,6 +93,7 @@ ORDER = [
     "saving",
     "one_line",
     "gradients",
+    "shard_files",
     "shards",
     "sharding",
     "",

@@ -188,7 +188,7 @@ def full(*_args, **_kwargs):
 PLACES = {
     "compile": (private, "compile_cached", "compile"),
     "upload": ("engine", "move", "run"),
-    "copies": (private, "copies", "get what it reads"),
+    "copies": (private, "copies", "get ready"),
     "run": (private, "run_cached", "run"),
 }
 

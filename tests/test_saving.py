@@ -250,7 +250,7 @@ def test_foreign_files_are_refused(tmp_path):
         funcacc.load(weights, **parts)
     header = json.dumps({"__metadata__": {"funcacc": "{"}}).encode()
     weights.write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(StateError, match="is damaged: its 'funcacc' entry can't be read"):
+    with pytest.raises(StateError, match="the checksum of its 'funcacc' entry is wrong"):
         funcacc.load(weights, **parts)
 
 

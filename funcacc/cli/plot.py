@@ -101,8 +101,7 @@ def _speed(axes: Axes, metrics: Metrics) -> None:
 
 
 def _series(metrics: Metrics, key: str) -> tuple[list[int], list[float]]:
-    points = [(record["step"], record[key]) for record in metrics if key in record]
-    points = thinned(points)
+    points = thinned([(r["step"], float(r[key])) for r in metrics if key in r])
     return [step for step, _ in points], [value for _, value in points]
 
 

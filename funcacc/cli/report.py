@@ -66,8 +66,8 @@ def rendered(
     from funcacc.cli import plot
 
     # A resumed run has built programs in several processes.
-    builds = [{"step": r["step"], **r["program"]} for r in metrics if "program" in r]
     try:
+        builds = [{"step": r["step"], **r["program"]} for r in metrics if "program" in r]
         steps = [int(b["step"]) for b in builds]
         account = "" if report is None else page.fragment({**report, "builds": builds})
         wide, narrow = (_data(plot.curves(metrics, steps, s)) for s in (WIDE, NARROW))
