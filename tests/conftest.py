@@ -10,6 +10,10 @@ import torch
 import funcacc
 
 ENGINES = os.environ.get("FUNCACC_TEST_ENGINES", "eager,xla").split(",")
+if "jax" in ENGINES:
+    # Where nobody says engine=, and models are on the CPU as for eager.
+    assert ENGINES == ["jax"], "jax is tested in a process of its own"
+    os.environ["FUNCACC_ENGINE"] = "jax"
 if "xla" in ENGINES:
     # Autograd counts the devices when it is first used, and later ones have no gradients.
     import torch_xla

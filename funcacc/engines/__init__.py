@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ class EngineInfo(NamedTuple):
 
 
 _INSTALL_XLA = "pip install torch==2.9.0 torch_xla==2.9.0"
+_INSTALL_JAX = 'pip install "jax>=0.6.2"'
+_OLDEST_JAX = (0, 6)
 
 
 def engines() -> dict[str, EngineInfo]:
@@ -42,7 +46,7 @@ def engines() -> dict[str, EngineInfo]:
         >>> funcacc.engines()["eager"].installed
         True
     """
-    return {"eager": EngineInfo(True, "", ""), "xla": _xla_info()}
+    return {"eager": EngineInfo(True, "", ""), "xla": _xla_info(), "jax": _jax_info()}
 
 
 def _xla_info() -> EngineInfo:
@@ -58,12 +62,27 @@ def _xla_info() -> EngineInfo:
     return EngineInfo(True, "", "")
 
 
+def _jax_info() -> EngineInfo:
+    if importlib.util.find_spec("jax") is None:
+        return EngineInfo(False, _INSTALL_JAX, "jax is not installed")
+    version = importlib.metadata.version("jax")
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_JAX:
+        reason = f"jax {version} is too old; {'.'.join(map(str, _OLDEST_JAX))} was tested"
+        return EngineInfo(False, _INSTALL_JAX, reason)
+    try:
+        import jax  # noqa: F401
+    except Exception as e:
+        return EngineInfo(False, _INSTALL_JAX, f"jax can't be imported: {e}")
+    return EngineInfo(True, "", "")
+
+
 def get_engine(name: str, device: torch.device, mesh: Any = None) -> Engine:
     """The engine called `name` for tensors on `device`.
 
     Args:
-        name: ``"auto"``, ``"eager"`` or ``"xla"``.
-        device: where the model is; ``"auto"`` goes by it.
+        name: ``"auto"``, ``"eager"``, ``"xla"`` or ``"jax"``.
+        device: where the model is; ``"auto"`` goes by it, and on the CPU by the environment
+            variable ``FUNCACC_ENGINE``, if that is set.
         mesh: of devices behind `device`, in the engine's own form; `None` takes the one that was
             made global in the process, if any.
 
@@ -71,18 +90,34 @@ def get_engine(name: str, device: torch.device, mesh: Any = None) -> Engine:
         EngineError: for an unknown or missing engine, or a device it doesn't serve.
     """
     if name == "auto":
-        name = "xla" if device.type == "xla" else "eager"
+        name = _automatic(device)
     require(name)
     if (name == "xla") != (device.type == "xla"):
         cure = 'model.to(funcacc.device("xla"))' if name == "xla" else 'engine="xla"'
         raise EngineError(f"engine {name!r} can't run tensors on {device}; use {cure}")
+    if name == "jax" and device.type != "cpu":
+        raise EngineError(
+            f"engine 'jax' takes models on the CPU, and this one is on {device}; use "
+            'model.to(funcacc.device("jax"))'
+        )
     if name == "xla":
         from funcacc.engines.xla import XlaEngine
 
         return XlaEngine(device, mesh)
     if mesh is not None:
         raise EngineError(f'engine {name!r} runs on one device; leave mesh out, or use "xla"')
+    if name == "jax":
+        from funcacc.engines.jax import JaxEngine
+
+        return JaxEngine(device)
     return EagerEngine(device)
+
+
+def _automatic(device: torch.device) -> str:
+    if device.type == "xla":
+        return "xla"
+    asked = os.environ.get("FUNCACC_ENGINE", "eager")
+    return asked if device.type == "cpu" and asked != "xla" else "eager"
 
 
 def require(name: str) -> None:
@@ -92,7 +127,7 @@ def require(name: str) -> None:
         EngineError: for an unknown or missing one, with the command that installs it.
     """
     if name not in engines():
-        raise EngineError(f"there is no engine {name!r}; choose from 'auto', 'eager', 'xla'")
+        raise EngineError(f"there is no engine {name!r}; choose from 'auto', 'eager', 'xla', 'jax'")
     info = engines()[name]
     if not info.installed:
         raise EngineError(f"engine {name!r}: {info.reason}; install it by: {info.install}")
@@ -102,7 +137,8 @@ def device(engine: str = "auto") -> torch.device:
     """Where a model goes that an engine shall run.
 
     Args:
-        engine: ``"xla"``, ``"eager"``, or ``"auto"``: XLA where it is installed.
+        engine: ``"xla"``, ``"jax"`` (the CPU: its step is asked for by ``engine="jax"``),
+            ``"eager"``, or ``"auto"``: XLA where it is installed.
 
     Returns:
         The device, for ``model.to(...)``.
@@ -120,6 +156,8 @@ def device(engine: str = "auto") -> torch.device:
     if engine == "eager":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     get_engine(engine, torch.device("xla" if engine == "xla" else "cpu"))
+    if engine == "jax":
+        return torch.device("cpu")
     import torch_xla
 
     found: torch.device = torch_xla.device()
