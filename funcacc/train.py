@@ -50,7 +50,8 @@ class TrainStep:
         loss_fn: ``loss_fn(model, microbatch)``, returning a scalar, ``(scalar, aux)``, a
             `Loss`, or an object with ``.loss``. `None` calls the model; the loss of a
             transformers model is then weighted by its labels, exactly over the window.
-        engine: ``"auto"``: ``"xla"`` for a model on an XLA device, else ``"eager"``.
+        engine: ``"auto"``: ``"xla"`` for a model on an XLA device, else ``"eager"``; or ``"jax"``
+            for a model on the CPU.
         clip_norm: clip the window's mean gradient to this global L2 norm.
         clip_value: clamp each gradient element, after `clip_norm`.
         grad_transform: pure ``(grads, params) -> grads`` on dicts by name, after clipping.

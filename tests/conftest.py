@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import funcacc
+from tests.engines import ENGINES
 
-ENGINES = os.environ.get("FUNCACC_TEST_ENGINES", "eager,xla").split(",")
 if "jax" in ENGINES:
     # Where nobody says engine=, and models are on the CPU as for eager.
     assert ENGINES == ["jax"], "jax is tested in a process of its own"
@@ -26,6 +26,13 @@ def engine(request: pytest.FixtureRequest) -> str:
     """An engine under test; one that is named but missing fails the run."""
     assert funcacc.engines()[request.param].installed, f"engine {request.param} is missing"
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what is about XLA alone where that isn't under test."""
+    for item in items:
+        if item.get_closest_marker("xla") and "xla" not in ENGINES:
+            item.add_marker(pytest.mark.skip(reason="the xla engine is not under test"))
 
 
 @pytest.fixture(autouse=True)

@@ -220,6 +220,7 @@ def pending(tensor):
     return "XLAData: None" in torch_xla._XLAC._get_xla_tensor_debug_info(tensor)
 
 
+@pytest.mark.xla
 def test_the_reading_thread_leaves_nothing_pending_on_xla():
     """What is pending in one thread is taken up by a sync in another, halfway."""
     device = funcacc.device("xla")
@@ -298,6 +299,7 @@ def test_a_count_on_the_device_is_cut_at_the_capacity(engine):
         assert (out.grads["weight"].item(), out.weight.item()) == (2.0, 3.0)
 
 
+@pytest.mark.xla
 def test_microbatches_of_a_window_on_two_devices_are_refused():
     there = X.to(funcacc.device("xla"))
     with pytest.raises(

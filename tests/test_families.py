@@ -81,10 +81,12 @@ FAMILIES = {
 BF16 = torch.bfloat16
 # (checkpointed, compute dtype). Traces and programs take seconds, so all four on two families.
 MODES = {"eager": [(False, None), (True, BF16)], "xla": [(True, None)]}
+MODES["jax"] = MODES["xla"]
 MORE = {
     ("eager", "llama"): [(True, None), (False, BF16)],
     ("eager", "mixtral"): [(True, None), (False, BF16)],
     ("xla", "llama"): [(False, BF16)],
+    ("jax", "llama"): [(False, BF16)],
 }
 # Relative error of the whole update, in the L2 norm, after two steps of SGD.
 BFLOAT16_TOLERANCE = 0.1

@@ -12,10 +12,10 @@ from torch import nn
 
 import funcacc
 from funcacc import guard, programs
-from funcacc.engines import eager, xla
-from funcacc.engines.xla import private
+from funcacc.engines import eager
 from funcacc.errors import EngineError, StateError
 from funcacc.optimizers import rules
+from tests.engines import ENGINES
 from tests.oracle import assert_same, plain_step
 
 
@@ -92,17 +92,30 @@ EVERYWHERE = {
     "upload of the state": ("engine", "put"),
     "upload of the window": ("engine", "move"),
 }
-STAGES = {
-    "eager": {**EVERYWHERE, "program": (eager, "EagerProgram")},
-    "xla": {
+STAGES = {"eager": {**EVERYWHERE, "program": (eager, "EagerProgram")}}
+if "xla" in ENGINES:
+    from funcacc.engines import xla
+    from funcacc.engines.xla import private
+
+    STAGES["xla"] = {
         **EVERYWHERE,
         "lowering": (xla, "lower"),
         "lowering halfway": (sys.modules["funcacc.engines.xla.lower"], "_interpret"),
         "HLO": (private, "lower_lazy"),
         "compiling": (private, "compile_cached"),
         "copies": (private, "copies"),
-    },
-}
+    }
+if "jax" in ENGINES:
+    from funcacc.engines import jax as on_jax
+
+    STAGES["jax"] = {
+        **EVERYWHERE,
+        "decomposing": (on_jax, "expanded"),
+        "lowering": (on_jax, "lowered"),
+        "lowering halfway": (sys.modules["funcacc.engines.jax.lower"], "_interpret"),
+        "compiling": (on_jax.JaxProgram, "prepare"),
+        "copies": (on_jax.Memory, "copy"),
+    }
 
 
 def inject(patch, step, stage, after):
@@ -146,6 +159,7 @@ def test_a_failed_first_call_leaves_no_optimizer_state(engine, monkeypatch):
     assert s.step.report().compiles == 1
 
 
+@pytest.mark.xla
 def test_a_program_that_fails_on_the_device_leaves_the_state_or_says_what_is_lost(monkeypatch):
     s = Setting("xla")
     with monkeypatch.context() as patch:

@@ -32,6 +32,7 @@ def test_stages_can_be_printed_and_called(engine, device):
         compiled({"w": torch.ones(3).to(device)}, torch.ones(2).to(device))
 
 
+@pytest.mark.xla
 def test_compiling_ahead_leaves_nothing_for_the_call(device):
     if device.type != "xla":
         pytest.skip("the eager engine compiles nothing")
@@ -152,6 +153,7 @@ def test_a_function_may_return_nothing(device):
     assert funcacc.jit(lambda a: None)(torch.ones(2).to(device)) is None
 
 
+@pytest.mark.xla
 def test_complex_numbers_are_refused_by_name_on_xla():
     x = torch.ones(2).to(funcacc.device("xla"))
     with pytest.raises(funcacc.FuncaccError, match=r"no complex numbers, which aten.mul.Tensor"):

@@ -282,6 +282,7 @@ def test_options_that_mean_nothing_are_refused(option, message):
 
 
 @pytest.mark.parametrize("engine", ["xla"])
+@pytest.mark.xla
 def test_metrics_stay_on_the_device_until_they_are_read(engine):
     from torch_xla.debug import metrics
 

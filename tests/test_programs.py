@@ -1,5 +1,6 @@
 """What the lowered program holds, and where."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,6 +29,7 @@ def masked(k=2):
     return [{"x": torch.randn(5, 11), "mask": torch.ones(5)} for _ in range(k)]
 
 
+@pytest.mark.xla
 def test_the_pass_over_the_weights_holds_no_matrix_product():
     loss_fn = two_terms(lambda out, b: b["mask"].sum())
     text = program_text(nn.Linear(11, 13), loss_fn, masked())
@@ -39,6 +41,7 @@ def test_the_pass_over_the_weights_holds_no_matrix_product():
     assert all(any(" dot(" in x for x in reachable(text, body)) for body in loop_bodies(text))
 
 
+@pytest.mark.xla
 def test_parameters_are_cast_once_for_a_window():
     text = program_text(
         nn.Linear(11, 13),

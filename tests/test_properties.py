@@ -1,6 +1,7 @@
 """J and its gradient equal the closed form of the full batch, for any split and weights."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
@@ -85,5 +86,6 @@ def test_on_the_eager_engine(batch, terms):
 
 @settings(max_examples=25, deadline=None)
 @given(windows(), st.integers(1, TERMS))
+@pytest.mark.xla
 def test_on_xla(batch, terms):
     check("xla", batch, terms)

@@ -114,6 +114,7 @@ def test_one_program_for_a_schedule_and_short_windows(engine):
     assert report.donated_bytes == report.state_bytes > 0
 
 
+@pytest.mark.xla
 def test_buffers_lie_in_their_own_slots_and_old_ones_are_gone():
     model = on("xla", BatchNormNet())
     opt = OPTIMIZERS["adamw"](model.parameters())
@@ -132,6 +133,7 @@ def test_buffers_lie_in_their_own_slots_and_old_ones_are_gone():
     assert private.addresses(trees.flatten(step.state)[0]) == before
 
 
+@pytest.mark.xla
 def test_one_while_and_the_size_of_the_program_does_not_depend_on_k():
     sizes = {}
     for k in (4, 64):

@@ -113,6 +113,7 @@ def test_two_capacities_in_turn_are_both_known(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["xla"])
+@pytest.mark.xla
 def test_nothing_is_synced_while_no_tensor_was_made_on_the_device(engine):
     from torch_xla.debug import metrics
 
@@ -166,6 +167,8 @@ def test_hyperparameters_in_a_list_that_is_written_to():
         torch.manual_seed(0)
         model = nn.Linear(3, 3)
         opt = torch.optim.Adam(model.parameters(), betas=[0.9, 0.95], lr=0.1)
+        # Newer versions of PyTorch make a tuple of it.
+        opt.param_groups[0]["betas"] = [0.9, 0.95]
         step = take(model, opt)
         for beta in (0.9, 0.5, 0.1):
             opt.param_groups[0]["betas"][0] = beta

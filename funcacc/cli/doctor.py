@@ -74,7 +74,7 @@ def self_check(engine: str) -> tuple[torch.device, float]:
 
 def _print_versions() -> None:
     print(f"python   {platform.python_version()} on {platform.platform()}")
-    for package in ("funcacc", "torch", "torch_xla"):
+    for package in ("funcacc", "torch", "torch_xla", "jaxlib"):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -95,7 +95,7 @@ def _parser() -> OneLineParser:
     )
     count, rate, part = _whole(1), _real(0.0, math.inf), _real(0.0, 1.0, low_too=True)
     add = parser.add_argument
-    add("--engine", choices=("auto", "xla", "eager"), default="auto", help="where to train")
+    add("--engine", choices=("auto", "xla", "jax", "eager"), default="auto", help="where to train")
     axes = "; ".join(f"{name} {what}" for name, what in meshes.AXES.items())
     add("--mesh", type=meshes.parse, metavar="AXES",
         help=f"devices to train on, e.g. data=4,model=2: {axes}")  # fmt: skip

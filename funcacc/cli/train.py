@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.mesh:
         meshes.make(asked.mesh)
     device = funcacc.device("xla" if asked.mesh else asked.engine)
-    engine = "xla" if device.type == "xla" else "eager"
+    engine = "xla" if device.type == "xla" else "jax" if asked.engine == "jax" else "eager"
     run = RunDir(asked.out, asked.config(engine=engine, digest=corpus.digest))
     run.check(resume=asked.resume)
     if run.finished():
@@ -92,7 +92,13 @@ class Session:
         opt = torch.optim.AdamW(model.parameter_groups(0.1), lr=asked.lr, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lr_factor(asked.warmup, asked.steps))
         step = funcacc.TrainStep(
-            model, opt, next_byte_loss, clip_norm=asked.clip or None, seed=asked.seed
+            model,
+            opt,
+            next_byte_loss,
+            # The device doesn't tell jax from eager.
+            engine="jax" if asked.engine == "jax" else "auto",
+            clip_norm=asked.clip or None,
+            seed=asked.seed,
         )
         session = cls(asked, corpus, device, run, model, opt, scheduler, step)
         saved = run.start(**session._parts)

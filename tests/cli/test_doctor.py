@@ -26,11 +26,10 @@ def test_every_installed_engine_passes(run) -> None:
         assert ("ok" in line) if engine.installed else ("missing" in line)
 
 
-@pytest.mark.parametrize("name", ["eager", "xla"])
-def test_one_step_is_that_of_plain_pytorch(name: str) -> None:
-    device, difference = doctor.self_check(name)
+def test_one_step_is_that_of_plain_pytorch(engine: str) -> None:
+    device, difference = doctor.self_check(engine)
     assert difference <= doctor.TOLERANCE
-    assert device.type == ("xla" if name == "xla" else device.type)
+    assert device.type == ("xla" if engine == "xla" else device.type)
 
 
 def test_a_missing_engine_comes_with_its_command(run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from funcacc.engines.jax.lower import DTYPES, check_operations, has, lowered
 from funcacc.engines.jax.memory import Memory, wide
 from funcacc.errors import EngineError
 from funcacc.placement import Placement
-from funcacc.report import Collective
+from funcacc.report import Collective, Need
 
 _forked_from: int | None = None
 
@@ -82,6 +82,7 @@ class JaxProgram:
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Run, and wait: tensors over the same memory can be read at any time."""
         self.prepare()
+        assert self.compiled is not None
         memory, n = self.memory, self.donate
         slots = list(map(memory.slot, values))
         arrays = [
@@ -112,6 +113,16 @@ class JaxProgram:
     def collectives(self, values: Sequence[Tensor]) -> list[Collective]:
         """None: there is one device."""
         return []
+
+    def need(self) -> Need | None:
+        """From XLA's assignment of buffers; constants are part of the code."""
+        self.prepare()
+        found = self.compiled.memory_analysis()
+        if found is None:
+            return None
+        inputs, temporaries = found.argument_size_in_bytes, found.temp_size_in_bytes
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        return Need(inputs + temporaries + outputs, inputs, temporaries, outputs, 0)
 
 
 class JaxEngine:
@@ -182,9 +193,12 @@ class JaxEngine:
         return [t.data_ptr() for t in tensors]
 
     def consumed(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Whether JAX says that the array of before is deleted."""
+        """Whether JAX says that the array of before is deleted.
+
+        A tensor that lies over none has been given its value by a copy, in its own memory.
+        """
         slots = map(self._memory.slot, tensors)
-        return [s is not None and s.taken for s in slots]
+        return [s is None or s.taken for s in slots]
 
     def check(self) -> None:
         """Refuse a child of the process whose threads run programs."""

@@ -71,7 +71,7 @@ class Memory:
 
         slots[address] = weakref.ref(slot, forget)
         memory = (ctypes.c_char * array.nbytes).from_address(address)
-        memory.slot = slot  # type: ignore[attr-defined]
+        memory.slot = slot
         return torch.frombuffer(memory, dtype=dtype).view(array.shape)
 
     def slot(self, tensor: Tensor) -> Slot | None:
@@ -94,6 +94,8 @@ class Memory:
         source = tensor.detach().resolve_conj().resolve_neg()
         if not source.is_contiguous() or source.data_ptr() % 64:
             source = source.clone(memory_format=torch.contiguous_format)
+        # Dimensions of one element may have any stride, which JAX takes for another layout.
+        source = source.view(-1).view(source.shape)
         with wide():
             if not source.numel():
                 return jnp.zeros(source.shape, DTYPES[source.dtype], device=self.device)

@@ -92,7 +92,7 @@ def _transposed(
 def _convolution_backward(
     grad: Any, x: Any, weight: Any, bias_sizes: Any, *rest: Any
 ) -> tuple[Any, Any, Any]:
-    *settings, wanted = rest
+    *settings, _ = rest
     _, back = jax.vjp(lambda x, w: _convolution(x, w, None, *settings), x, weight)
     dx, dw = back(grad)
     return dx, dw, jnp.sum(grad, (0, *range(2, grad.ndim)))
@@ -115,7 +115,12 @@ def _lengths(
 
 def _max_pool(n: int) -> Callable[..., tuple[Any, Any]]:
     def run(
-        x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+        x: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil: bool = False,
     ) -> tuple[Any, Any]:
         kernel = _each(kernel, n)
         stride = _each(stride, n) if len(stride) else kernel

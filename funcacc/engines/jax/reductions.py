@@ -143,6 +143,8 @@ SUMMING: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _over(jnp.sum),
     aten.var.correction: _var,
     aten.var_mean.correction: _var_mean,
+    # PyTorch writes `std` in terms of it.
+    torch.ops.prims.var.default: lambda x, dims, correction=1: _var(x, dims, correction),
 }
 """Those that sum, in the dtype of their result or wider: operands are cast first."""
 

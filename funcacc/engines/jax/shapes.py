@@ -56,9 +56,7 @@ def _pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
     for i in range(len(pad) // 2):
         pairs[-1 - i] = (pad[2 * i], pad[2 * i + 1])
     # Negative padding cuts.
-    cut = tuple(
-        slice(max(-a, 0), s - max(-b, 0)) for (a, b), s in zip(pairs, x.shape, strict=True)
-    )
+    cut = tuple(slice(max(-a, 0), s - max(-b, 0)) for (a, b), s in zip(pairs, x.shape, strict=True))
     positive = [(max(a, 0), max(b, 0)) for a, b in pairs]
     return jnp.pad(x[cut], positive, constant_values=value or 0)
 
@@ -96,9 +94,16 @@ def _index(x: Any, indices: Sequence[Any]) -> Any:
     return x[tuple(slice(None) if i is None else i for i in indices)]
 
 
+def _added(x: Any, places: Any, values: Any) -> Any:
+    """`x` with values added at places, where half precision would stop short."""
+    if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.at[places].add(values)
+    return x.astype(jnp.float32).at[places].add(values.astype(jnp.float32)).astype(x.dtype)
+
+
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    place = x.at[tuple(slice(None) if i is None else i for i in indices)]
-    return place.add(values) if accumulate else place.set(values)
+    places = tuple(slice(None) if i is None else i for i in indices)
+    return _added(x, places, values) if accumulate else x.at[places].set(values)
 
 
 def _index_select(x: Any, dim: int, index: Any) -> Any:
@@ -106,7 +111,7 @@ def _index_select(x: Any, dim: int, index: Any) -> Any:
 
 
 def _index_add(x: Any, dim: int, index: Any, source: Any, alpha: Any = 1) -> Any:
-    return x.at[_along(x, dim, index)].add(source if alpha == 1 else source * alpha)
+    return _added(x, _along(x, dim, index), source if alpha == 1 else source * alpha)
 
 
 def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
@@ -146,7 +151,7 @@ def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
 def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
     if x.ndim == 0:
         return x + src.reshape(())
-    return x.at[_places(x, dim, index)].add(_part(src, index))
+    return _added(x, _places(x, dim, index), _part(src, index))
 
 
 def _scatter_reduce(
@@ -184,7 +189,7 @@ def _embedding_backward(grad: Any, index: Any, rows: int, padding: int, by_frequ
     if by_frequency:
         count = jnp.zeros(rows, grad.dtype).at[index].add(1)
         grad = grad / count[index][:, None]
-    return jnp.zeros((rows, grad.shape[-1]), grad.dtype).at[index].add(grad)
+    return _added(jnp.zeros((rows, grad.shape[-1]), grad.dtype), index, grad)
 
 
 def _masked_scatter(x: Any, mask: Any, source: Any) -> Any:
