@@ -146,8 +146,8 @@ class JaxEngine:
         return self._memory.tensor(self._memory.copy(tensor.cpu()), tensor.dtype)
 
     def move(self, tensor: Tensor, placement: Placement | None = None) -> Tensor:
-        """The tensor: programs read it where it is."""
-        return tensor.detach().cpu()
+        """The tensor: programs read it where it is, and know the same object again."""
+        return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
 
     def placements(self, tensors: Sequence[Tensor]) -> list[Placement]:
         """One device has all of each."""
