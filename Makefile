@@ -1,7 +1,17 @@
 # make demo: install, then train a small GPT on the XLA engine.   make test: install, then test.
 # Both keep stamps under .venv, so that a repeat does only what has changed.
 
+# ENGINE=jax: an installation without torch_xla (PyTorch 2.13), in a virtual environment of its own.
+ENGINE ?= xla
+ifeq ($(ENGINE),jax)
+VENV := .venv-jax
+export FUNCACC_TEST_ENGINES := jax
+TESTS := $(addprefix tests/test_,$(addsuffix .py,jax engines train families ownership loops random \
+  optimizers remat faults resume saving several))
+else
 VENV := .venv
+TESTS :=
+endif
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTED := $(VENV)/.tested
@@ -23,28 +33,29 @@ help:
 	@echo 'make retest   run the tests (PYTEST_ARGS="-k name" for some of them)'
 	@echo 'make bench    compare with other libraries (about an hour; BENCH_ARGS="--work small-mlp" for less)'
 	@echo 'make lint     ruff and mypy;  make format: let ruff rewrite;  make clean: remove .venv'
+	@echo 'ENGINE=jax    behind demo, test or retest: on the jax engine, in a lighter installation'
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints/xla.txt
+$(INSTALLED): pyproject.toml constraints/$(ENGINE).txt
 	@test -n '$(PYTHON)' || { echo 'funcacc needs Python 3.10 or newer (python3.11 or python3)' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	  -c constraints/xla.txt -e '.[xla,hf,dev]'
+	  -c constraints/$(ENGINE).txt -e '.[$(ENGINE),hf,dev]'
 	@touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/funcacc train --engine xla --out runs/demo --resume $(DEMO_ARGS)
+	$(BIN)/funcacc train --engine $(ENGINE) --out runs/demo$(if $(filter jax,$(ENGINE)),-jax) --resume $(DEMO_ARGS)
 
 test: $(TESTED)
 	@echo 'The tests passed for the files as they are; "make retest" runs them again.'
 
 $(TESTED): $(INSTALLED) $(TESTS_READ)
-	$(BIN)/python -m pytest $(TEST_PROCESSES)
+	$(BIN)/python -m pytest $(TEST_PROCESSES) $(TESTS)
 	@touch $@
 
 retest: $(INSTALLED)
-	$(BIN)/python -m pytest $(TEST_PROCESSES) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_PROCESSES) $(TESTS) $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/funcacc bench --jax 0.7.1 latest $(BENCH_ARGS)
@@ -59,4 +70,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf .venv .venv-jax
