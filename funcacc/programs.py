@@ -114,7 +114,8 @@ class Programs:
         self.mesh = mesh
         self._attributes = Attributes()
         self._microbatches: dict[Any, Microbatch] = {}
-        self._compiled: dict[Any, Compiled] = {}
+        # Several for one key differ in the answers about hyperparameters (`Update.holds`).
+        self._compiled: dict[Any, list[Compiled]] = {}
         self._last_key: dict[str, Any] | None = None
         self._unused: tuple[Created, Any, dict[str, Any] | None] | None = None
 
@@ -134,11 +135,15 @@ class Programs:
             FuncaccError: when it can't be traced or built; nothing was changed.
         """
         key = {**self._key(model, window, opt), "steps per call": steps}
-        compiled = self._compiled.get(tuple(key.values()))
-        if compiled is not None and compiled.update.holds(opt.numbers()):
-            return compiled
+        variants = self._compiled.get(tuple(key.values()), [])
+        numbers = opt.numbers()
+        for compiled in variants:
+            if compiled.update.holds(numbers):
+                return compiled
         if self._last_key is None:
             reason = "first call"
+        elif variants:
+            reason = _what_is_asked(opt, variants[-1].update)
         else:
             reason = _what_changed(self._last_key, key)
         compiled, created = self._build(key, model, window, opt)
@@ -152,7 +157,7 @@ class Programs:
             key["optimizer"] = opt.static()
             self._attributes.traced(model, key["attributes"])
             key["attributes"] = self._attributes.now(model)
-            self._compiled[tuple(key.values())] = compiled
+            self._compiled.setdefault(tuple(key.values()), []).append(compiled)
             self._last_key = key
             self._unused = created, tuple(key.values()), before
             compiled.build.reason = reason
@@ -172,7 +177,7 @@ class Programs:
         created, place, before = self._unused
         self._unused = None
         opt.uninstall(created)
-        self._compiled.pop(place, None)
+        self._compiled[place].pop()
         self._last_key = before
 
     def _key(self, model: nn.Module, window: Window, opt: Adopted) -> dict[str, Any]:
@@ -314,13 +319,25 @@ def _layout(
     )
 
 
+_GONE = object()
+
+
 def _what_changed(before: dict[str, Any], after: dict[str, Any]) -> str:
     changed = [k for k, v in after.items() if before.get(k) != v]
+    if "optimizer" in changed:
+        a, b = dict(before["optimizer"]), dict(after["optimizer"])
+        place = changed.index("optimizer")
+        changed[place : place + 1] = [k for k in {**a, **b} if a.get(k, _GONE) != b.get(k, _GONE)]
     if "attributes" in changed:
         names = differences(before["attributes"], after["attributes"])
         place = changed.index("attributes")
         changed[place : place + 1] = [f"attribute {n}" for n in names]
-    return ", ".join(changed) + " changed" if changed else "a hyperparameter changed"
+    return ", ".join(changed) + " changed"
+
+
+def _what_is_asked(opt: Adopted, update: Update) -> str:
+    names = [opt.name_of(i) for i in update.broken(opt.numbers())]
+    return f"{', '.join(names)} changed, which decides what the optimizer does"
 
 
 def _specs(opt: Adopted) -> tuple[tuple[str, TensorSpec], ...]:

@@ -80,6 +80,11 @@ def spec_paths(spec: TreeSpec, root: str) -> list[str]:
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
+def first_entries(spec: TreeSpec) -> list[Any]:
+    """The key or index in the outermost container of each leaf of a structure."""
+    return [path[0] for path in spec.paths()]
+
+
 def describe_difference(expected: PyTree, actual: PyTree, root: str) -> str:
     """What differs between the structures of two trees, in one line a place."""
     want, got = set(paths(expected, root)), set(paths(actual, root))

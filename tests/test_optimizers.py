@@ -150,42 +150,6 @@ def test_refused_with_the_reason(engine, cls):
         funcacc.TrainStep(model, opt, loss_fn)
 
 
-SCHEDULERS = {
-    "one-cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
-    "cyclic": lambda o: optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
-    "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 6),
-    "lambda-to-zero": lambda o: optim.lr_scheduler.LambdaLR(
-        o, lambda t: (1.0, 1e-8, 0.0, 1.0, 2)[t % 5]
-    ),
-    "sequential": lambda o: optim.lr_scheduler.SequentialLR(
-        o,
-        [
-            optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2),
-            optim.lr_scheduler.CosineAnnealingLR(o, 4),
-        ],
-        milestones=[2],
-    ),
-}
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_move_inputs_of_one_program(engine, name, tensor_lr):
-    if engine == "xla" and not tensor_lr and name not in ("one-cycle", "lambda-to-zero"):
-        pytest.skip("the numbers are the same ones on every engine")
-    lr = torch.tensor(0.1) if tensor_lr else 0.1
-    pair = Pair(
-        engine, lambda m: optim.SGD(trainable(m), lr=lr.clone() if tensor_lr else lr, momentum=0.9)
-    )
-    schedulers = [SCHEDULERS[name](opt) for opt in pair.both]
-    for _ in range(5):
-        pair.advance()
-        for s in schedulers:
-            s.step()
-    pair.check()
-    assert pair.step.report().compiles == 1
-
-
 ADAPTIVE = [name for name in CASES if not name.startswith(("sgd", "asgd", "muon"))]
 
 
@@ -201,17 +165,6 @@ def test_warm_up_from_zero_where_a_gradient_is_zero(name):
         for s in schedulers:
             s.step()
     pair.check(TOLERANCE.get(name, 2e-6))
-
-
-def test_reduce_on_plateau(engine):
-    pair = Pair(engine, lambda m: optim.AdamW(trainable(m), lr=0.1, **EPS))
-    schedulers = [optim.lr_scheduler.ReduceLROnPlateau(o, patience=0) for o in pair.both]
-    for _ in range(4):
-        pair.advance()
-        for s in schedulers:
-            s.step(1.0)
-    assert pair.opt.param_groups[0]["lr"] < 0.01
-    pair.check()
 
 
 def test_groups_have_their_own_hyperparameters(engine):

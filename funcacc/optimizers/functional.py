@@ -65,9 +65,9 @@ class FunctionalOptimizer(NothingKept):
         """None: numbers in the functions are constants of the program."""
         return []
 
-    def static(self) -> tuple[Any, ...]:
+    def static(self) -> tuple[tuple[str, Any], ...]:
         """The functions themselves."""
-        return (id(self.opt),)
+        return (("opt", id(self.opt)),)
 
     def leaves(self) -> dict[str, Tensor]:
         """The state's tensors by path."""
@@ -207,7 +207,7 @@ class GradientsOnly(NothingKept):
         """None."""
         return []
 
-    def static(self) -> tuple[Any, ...]:
+    def static(self) -> tuple[tuple[str, Any], ...]:
         """Nothing."""
         return ()
 

@@ -15,6 +15,7 @@ from funcacc.capture.graph import Graph, uses
 from funcacc.capture.numbers import Guard, HostNumbers
 from funcacc.capture.trace import capture
 from funcacc.errors import CaptureError, OptimizerError, package_line
+from funcacc.optimizers.asked import Asked
 from funcacc.optimizers.shadow import NUMBER, Group, Role, is_number, run
 from funcacc.optimizers.update import Move, Rule
 from funcacc.types import TensorSpec
@@ -136,6 +137,7 @@ def _trace(
     moves: list[Move] = []
     adds: list[tuple[int, str, Move]] = []
     counters: set[tuple[int, str]] = set()
+    asked = Asked(len(groups))
 
     def fn(tracing: Tracing, *flat: Tensor) -> list[Tensor]:
         x = _Inputs(flat, groups, roles)
@@ -146,12 +148,14 @@ def _trace(
         values, entries = x.params, x.entries(roles)
         first = _first_variant(x, roles)
         with HostNumbers(slots, numbers) as host:
-            after = _step(opt, options, roles, values, x.grads, entries)
+            after, seen = _step(opt, options, roles, values, x.grads, entries)
+            asked.add(seen)
             if first:
-                _step(opt, options, roles, first.values, first.grads, first.entries)
+                asked.add(_step(opt, options, roles, first.values, first.grads, first.entries)[1])
         guards[:] = host.guards
         guards.extend(
-            Guard(itemgetter(i), v, frozenset({i})) for i, v in enumerate(numbers) if i not in live
+            Guard(itemgetter(i), numbers[i], frozenset({i}))
+            for i in sorted(_used(groups, asked, len(numbers)) - live)
         )
         watch = _Watch(type(opt).__name__, host, moves, adds, counters)
         watch.groups(groups, options, after)
@@ -164,7 +168,18 @@ def _trace(
     specs, names = _signature(groups, roles)
     moves.clear()
     graph = capture(fn, specs, names)
-    return Traced(Rule(graph, guards, moves, adds), counters)
+    return Traced(Rule(graph, guards, moves, adds, asked), counters)
+
+
+def _used(groups: Sequence[Group], asked: Asked, count: int) -> set[int]:
+    """Which of the numbers a step has looked at: not hyperparameters that it doesn't read."""
+    found, slot = set(), 0
+    for g, keys in zip(groups, asked.keys, strict=True):
+        for leaf in g.numeric:
+            if keys is None or g.keys()[leaf] in keys:
+                found.add(slot)
+            slot += 1
+    return found | set(range(slot, count))
 
 
 def _step(
@@ -174,7 +189,7 @@ def _step(
     values: Sequence[Tensor],
     grads: Sequence[Tensor],
     entries: Sequence[dict[str, Any]],
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], Asked]:
     for p, g in zip(values, grads, strict=True):
         p.grad = g
     members = [

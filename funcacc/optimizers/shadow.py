@@ -13,6 +13,8 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 
 from funcacc import trees
+from funcacc.errors import OptimizerError
+from funcacc.optimizers.asked import Asked, noted_class, noted_group
 from funcacc.types import TensorSpec
 
 
@@ -49,6 +51,10 @@ class Group(NamedTuple):
     def paths(self) -> list[str]:
         """The path of each leaf."""
         return trees.spec_paths(self.spec, f"param_groups[{self.position}]")
+
+    def keys(self) -> list[Any]:
+        """The key that each leaf belongs to."""
+        return trees.first_entries(self.spec)
 
 
 class Role(NamedTuple):
@@ -98,6 +104,12 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
+# One tensor at a time: lists would be split again by most engines, and the fused kernels exist
+# on few devices.
+REPLACED: dict[str, Any] = {"foreach": False, "fused": False, "capturable": True}
+"""Flags that a traced step doesn't take from the user's groups."""
+
+
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
     with (
@@ -113,7 +125,7 @@ def run(
     members: Sequence[Sequence[Tensor]],
     state: Sequence[tuple[Tensor, dict[str, Any]]],
     capturable: bool,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], Asked]:
     """Take one step as `opt` would, over other parameters; their ``.grad`` is set.
 
     Args:
@@ -124,9 +136,13 @@ def run(
         capturable: whether step counts stay tensors.
 
     Returns:
-        The hyperparameters after the step.
+        The hyperparameters after the step, and what it looked at.
+
+    Raises:
+        OptimizerError: when the step sets attributes, which would be done once only.
     """
-    shadow: torch.optim.Optimizer = object.__new__(type(opt))
+    asked = Asked(len(groups))
+    shadow: torch.optim.Optimizer = object.__new__(noted_class(type(opt), asked))
     shadow.__dict__.update(opt.__dict__)
     # Schedulers patch the instance to count the user's own calls of step().
     shadow.__dict__.pop("step", None)
@@ -135,20 +151,47 @@ def run(
     shadow.state = defaultdict(dict)
     for p, entries in state:
         shadow.state[p] = entries
-    # One tensor at a time: lists would be split again by most engines, and the fused
-    # kernels exist on few devices.
-    flags = {"foreach": False, "fused": False, "capturable": capturable}
-    shadow.param_groups = [
-        {**g, **{k: v for k, v in flags.items() if k in g}, "params": list(ps)}
-        for g, ps in zip(groups, members, strict=True)
+    flags = {**REPLACED, "capturable": capturable}
+    noted = [
+        noted_group(
+            {**g, **{k: v for k, v in flags.items() if k in g}, "params": list(ps)}, asked, i
+        )
+        for i, (g, ps) in enumerate(zip(groups, members, strict=True))
     ]
+    shadow.param_groups = list(noted)
     kept = [{k: g[k] for k in flags if k in g} for g in groups]
+    before = dict(shadow.__dict__)
     with torch.no_grad(), _without_global_hooks():
         type(shadow).step(shadow)
+    _check_kept(type(opt).__name__, before, shadow, [p for ps in members for p in ps])
     return [
-        {k: old.get(k, v) for k, v in g.items() if k != "params"}
-        for g, old in zip(shadow.param_groups, kept, strict=True)
-    ]
+        {k: old.get(k, v) for k, v in dict.items(g) if k != "params"}
+        for g, old in zip(noted, kept, strict=True)
+    ], asked
+
+
+# Set by torch's own step, and of no consequence.
+_HARMLESS = {"_warned_capturable_if_run_uncaptured"}
+
+
+def _check_kept(
+    name: str, before: dict[str, Any], shadow: torch.optim.Optimizer, params: Sequence[Tensor]
+) -> None:
+    now = shadow.__dict__
+    changed = sorted(k for k in now if k not in _HARMLESS and before.get(k, now) is not now[k])
+    if changed:
+        raise OptimizerError(
+            f"{name} sets its attribute {', '.join(changed)} in step(), which would happen only "
+            "once, when the step is traced: keep it in param_groups or in opt.state[p]"
+        )
+    own = set(map(id, params))
+    foreign = [k for k in shadow.state if id(k) not in own]
+    if foreign:
+        kinds = [repr(k) if isinstance(k, str) else type(k).__name__ for k in foreign]
+        raise OptimizerError(
+            f"{name} keeps state under {', '.join(kinds)}, which is none of its parameters: keep "
+            "it in param_groups or in opt.state[p]"
+        )
 
 
 class _Recorder(dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +13,10 @@ from funcacc.optimizers import rules, shadow
 from funcacc.optimizers.allowed import check_class, check_hooks, post_hooks
 from funcacc.optimizers.creation import Maker
 from funcacc.optimizers.groups import Groups, fixed, members_of
+from funcacc.optimizers.places import Place, call_of, like, moved
 from funcacc.optimizers.shadow import NUMBER, Group, Role, is_number
 from funcacc.optimizers.update import Call, Created, NothingKept, Rule, Update
 from funcacc.types import TensorSpec
-
-
-class _Place(NamedTuple):
-    """Where a host number is kept: in a group (`owner` is its numbers) or in state (a name)."""
-
-    owner: tuple[int, int] | str
-    leaf: int
 
 
 class TorchOptimizers(NothingKept):
@@ -85,25 +79,31 @@ class TorchOptimizers(NothingKept):
 
     # Hyperparameters -------------------------------------------------------------------
 
-    def _numbered(self) -> Iterator[tuple[_Place, float]]:
+    def _numbered(self) -> Iterator[tuple[Place, float]]:
         """Each host number that is an input, with its place."""
-        for i, group in self.groups.every():
-            for n in group.numeric:
-                yield _Place((i, group.position), n), self.groups.value(group.leaves[n])
+        for i, group, part in self.groups.every():
+            for n in part.numeric:
+                yield Place((i, group.position), n), self.groups.value(group.leaves[n])
         self._entries()
         for name, entries in self._counted.items():
             for n, x in enumerate(trees.flatten(entries)[0]):
                 if is_number(x):
-                    yield _Place(name, n), float(x)
+                    yield Place(name, n), float(x)
 
     def numbers(self) -> list[float]:
         """The float hyperparameters as they are now, and what is counted on the host."""
         return [x for _, x in self._numbered()]
 
-    def static(self) -> tuple[Any, ...]:
+    def static(self) -> tuple[tuple[str, Any], ...]:
         """Flags, strings, fixed integers; which parameters are in which group."""
-        groups = tuple((g.spec, fixed(g)) for _, g in self.groups.every())
-        return groups, self._membership
+        return (*self.groups.static(), ("parameters of the optimizer", self._membership))
+
+    def name_of(self, number: int) -> str:
+        """The path of one of `numbers`."""
+        owner, leaf = [place for place, _ in self._numbered()][number]
+        if isinstance(owner, str):
+            return trees.paths(self._entries()[owner], f"opt_state[{owner!r}]")[leaf]
+        return self.groups(*owner).paths()[leaf]
 
     # State -----------------------------------------------------------------------------
 
@@ -252,21 +252,22 @@ class TorchOptimizers(NothingKept):
         self, params: dict[str, TensorSpec], reached: Sequence[str], created: Created
     ) -> Update:
         entries = {**self._entries(), **created.entries}
-        places = self._places(created)
         # Tracing may find counters, which change what is numeric: that is for the next round.
-        groups = {(i, g.position): g for i, g in self.groups.every()}
+        groups = {(i, g.position): g for i, g, _ in self.groups.every()}
         roles: dict[int, list[tuple[int, Role]]] = {}
         for name in reached:
             m = self.members[name]
             leaves, tree = shadow.describe_state(entries.get(name, {}))
             role = Role(name, 0, params[name], leaves, tree, name in created.born)
             roles.setdefault(m.opt, []).append((m.group, role))
-        calls = []
+        ruled = []
         for i, members in roles.items():
             together = [members]
             if self._separable(i, members, groups):
                 together = [[member] for member in members]
-            calls += [self._call(i, part, groups, places, created) for part in together]
+            ruled += [self._rule(i, part, groups, entries) for part in together]
+        places = self._places(created)
+        calls = [call_of(*found, places, created.born) for found in ruled]
         state = {}
         for members in roles.values():
             for _, role in members:
@@ -275,59 +276,48 @@ class TorchOptimizers(NothingKept):
                 state.update({p: x for p, x in pairs if isinstance(x, TensorSpec)})
         return Update(calls, state, len(places) + len(created.born), created.born)
 
-    def _places(self, created: Created) -> dict[_Place, tuple[int, float]]:
-        """Index and value of each number, with the state that is about to be installed."""
-        found = list(self._numbered())
-        values = {place: x for place, x in found if not isinstance(place.owner, str)}
+    def _places(self, created: Created) -> dict[Place, int]:
+        """Index of each number, with the state that is about to be installed."""
+        found = [place for place, _ in self._numbered() if not isinstance(place.owner, str)]
         entries = {**self._entries(), **created.entries}
         for name in self.members:
-            for n, x in enumerate(trees.flatten(entries.get(name, {}))[0]):
-                if is_number(x):
-                    values[_Place(name, n)] = float(x)
-        return {place: (i, x) for i, (place, x) in enumerate(values.items())}
+            leaves, _ = trees.flatten(entries.get(name, {}))
+            found += [Place(name, n) for n, x in enumerate(leaves) if is_number(x)]
+        return {place: i for i, place in enumerate(found)}
 
-    def _call(
+    def _rule(
         self,
         i: int,
         members: Sequence[tuple[int, Role]],
         all_groups: Mapping[tuple[int, int], Group],
-        places: dict[_Place, tuple[int, float]],
-        created: Created,
-    ) -> Call:
+        entries: Mapping[str, dict[str, Any]],
+    ) -> tuple[Rule, list[Role], list[Place]]:
+        """The rule for parameters, what it is for, and where its numbers are kept."""
         groups = [all_groups[i, g] for g in sorted({g for g, _ in members})]
         position = {g.position: n for n, g in enumerate(groups)}
         roles = [r._replace(group=position[g]) for g, r in members]
-        slots = [_Place((i, g.position), n) for g in groups for n in g.numeric]
-        slots += [_Place(r.name, n) for r in roles for n, x in enumerate(r.leaves) if x is NUMBER]
-        numbers = [places[s][1] for s in slots]
+        slots = [Place((i, g.position), n) for g in groups for n in g.numeric]
+        numbers = [self.groups.value(g.leaves[n]) for g in groups for n in g.numeric]
+        for r in roles:
+            values = trees.flatten(entries.get(r.name, {}))[0]
+            counted = [n for n, x in enumerate(r.leaves) if x is NUMBER]
+            slots += [Place(r.name, n) for n in counted]
+            numbers += [float(values[n]) for n in counted]
         kind = (
             i,
             tuple((g.position, g.spec, g.numeric, fixed(g)) for g in groups),
             tuple(r._replace(name=str(n)) for n, r in enumerate(roles)),
         )
-        known = self._rules.setdefault(kind, [])
+        known = self._rules.get((kind, self.groups.attributes(i)), [])
         rule = next((r for r in known if r.holds(numbers)), None)
         if rule is None:
-            rule = self._trace(i, groups, roles, numbers)
-            known.append(rule)
-        flags = [len(places) + created.born.index(r.name) for r in roles if r.born]
-        state = [
-            path
-            for r in roles
-            for path, x in zip(
-                trees.spec_paths(r.tree, f"opt_state[{r.name!r}]"), r.leaves, strict=True
-            )
-            if isinstance(x, TensorSpec)
-        ]
-        where = [places[s][0] for s in slots] + flags
-        return Call(rule, [r.name for r in roles], where, state)
-
-    def _trace(
-        self, i: int, groups: Sequence[Group], roles: Sequence[Role], numbers: Sequence[float]
-    ) -> Rule:
-        traced = rules.trace_rule(self.optimizers[i], groups, roles, numbers)
-        self._counting |= self.groups.counts((i, g, path) for g, path in traced.counters)
-        return traced.rule
+            traced = rules.trace_rule(self.optimizers[i], groups, roles, numbers)
+            self._counting |= self.groups.counts(i, traced.counters)
+            rule = traced.rule
+        self.groups.asked(i, groups, rule.asked)
+        if rule not in known:
+            self._rules.setdefault((kind, self.groups.attributes(i)), []).append(rule)
+        return rule, roles, slots
 
     def _separable(
         self,
@@ -364,36 +354,17 @@ class TorchOptimizers(NothingKept):
 
     def _move(self, calls: Sequence[Call], numbers: Sequence[float]) -> None:
         places = [place for place, _ in self._numbered()]
-        new: dict[_Place, Any] = {}
-        added: dict[tuple[int, int, str], Any] = {}
-        for call in calls:
-            own = [numbers[i] for i in call.numbers if i < len(numbers)]
-            for move in call.rule.moves:
-                place = places[call.numbers[move.slot]]
-                if place not in new:
-                    new[place] = move.new(own)
-            first = self.members[call.names[0]]
-            groups = sorted({self.members[n].group for n in call.names})
-            for position, key, move in call.rule.adds:
-                where = (first.opt, groups[position], key)
-                if where not in added:
-                    added[where] = move.new(own)
+        new, added = moved(calls, numbers, places, self.members)
         for place, value in new.items():
             if isinstance(place.owner, str):
                 m = self.members[place.owner]
                 old = trees.flatten(self.optimizers[m.opt].state[m.param])[0][place.leaf]
-                self._set_leaf(place.owner, place.leaf, _like(old, value))
+                self._set_leaf(place.owner, place.leaf, like(old, value))
             else:
                 group = self.groups(*place.owner)
                 leaves = list(group.leaves)
-                leaves[place.leaf] = _like(leaves[place.leaf], value)
+                leaves[place.leaf] = like(leaves[place.leaf], value)
                 opt = self.optimizers[place.owner[0]]
                 opt.param_groups[group.position].update(trees.unflatten(group.spec, leaves))
         for (i, g, key), value in added.items():
             self.optimizers[i].param_groups[g][key] = value
-
-
-def _like(old: Any, value: float) -> Any:
-    if isinstance(old, Tensor):
-        return torch.full_like(old, value)
-    return int(value) if isinstance(old, int) and float(value).is_integer() else value

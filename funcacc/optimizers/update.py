@@ -13,6 +13,7 @@ from funcacc.capture import ops
 from funcacc.capture.context import Tracing
 from funcacc.capture.graph import Graph
 from funcacc.capture.numbers import Guard
+from funcacc.optimizers.asked import Asked
 from funcacc.types import TensorSpec
 
 
@@ -40,16 +41,21 @@ class Rule:
         moves: numbers that change in the step.
         adds: (position of the group, key, value) of numbers that the first step adds to a
             parameter group.
+        asked: what of the groups the step looks at.
     """
 
     graph: Graph
     guards: list[Guard]
     moves: list[Move]
     adds: list[tuple[int, str, Move]] = field(default_factory=list)
+    asked: Asked = field(default_factory=lambda: Asked(0))
 
     def holds(self, numbers: Sequence[float]) -> bool:
         """Whether the rule would be traced the same with these numbers."""
         return all(g.question(numbers) == g.answer for g in self.guards)
+
+
+UNREAD = -1
 
 
 class Call(NamedTuple):
@@ -58,7 +64,8 @@ class Call(NamedTuple):
     Attributes:
         rule: what to do.
         names: the parameters.
-        numbers: where the rule's numbers and flags stand among all numbers.
+        numbers: where the rule's numbers and flags stand among all numbers; `UNREAD` for one
+            that its graph doesn't use.
         state: paths of the state leaves.
     """
 
@@ -106,10 +113,20 @@ class Update:
         """Whether the guards of all rules agree with the numbers as they are now."""
         asked = [numbers[i] for i in self._asked]
         if asked != self._agreed:
-            if not all(rule.holds([numbers[i] for i in own]) for rule, own in self.guarded):
+            if self.broken(numbers):
                 return False
             self._agreed[:] = asked
         return True
+
+    def broken(self, numbers: Sequence[float]) -> list[int]:
+        """Which numbers have a value to which the answers differ that the trace was made with."""
+        found = set()
+        for rule, own in self.guarded:
+            values = [numbers[i] if i != UNREAD else 0.0 for i in own]
+            for guard in rule.guards:
+                if guard.question(values) != guard.answer:
+                    found |= {own[i] for i in guard.depends}
+        return sorted(found)
 
     @functools.cached_property
     def _asked(self) -> list[int]:
@@ -159,8 +176,11 @@ class Adopted(Protocol):
     def numbers(self) -> list[float]:
         """Hyperparameters and other host numbers that are inputs of the program."""
 
-    def static(self) -> tuple[Any, ...]:
-        """Everything else that a trace depends on, hashable."""
+    def static(self) -> tuple[tuple[str, Any], ...]:
+        """Everything else that a trace depends on, hashable, by name."""
+
+    def name_of(self, number: int) -> str:
+        """The path of one of `numbers`."""
 
     def leaves(self) -> dict[str, Tensor]:
         """The state tensors by path."""
@@ -226,6 +246,10 @@ class Adopted(Protocol):
 class NothingKept:
     """Answers to `Adopted` of an optimizer that has nothing of a kind."""
 
+    def name_of(self, number: int) -> str:
+        """There are no numbers."""
+        raise IndexError(number)
+
     def fresh(self, name: str) -> bool:
         """State doesn't start from a gradient."""
         return False
@@ -288,7 +312,7 @@ def apply(
     for call in update.calls:
         for i in call.numbers:
             if i not in scalars:
-                scalars[i] = numbers[i]
+                scalars[i] = numbers[i] if i != UNREAD else numbers.new_zeros(())
         inputs = [
             *(params[n] for n in call.names),
             *(grads[n].to(params[n].dtype) for n in call.names),
