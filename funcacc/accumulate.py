@@ -254,7 +254,7 @@ def _normalise(
         loss = loss + part
     if len(parts) > 1:
         return loss, end["grads"]
-    return loss, [ratios[0](_scaled(m.coefficients[0], g)) for g in end["grads"]]
+    return loss, [ratios[0].by_reciprocal(_scaled(m.coefficients[0], g)) for g in end["grads"]]
 
 
 def _scaled(coefficient: float, x: Tensor) -> Tensor:
@@ -270,16 +270,28 @@ class _Ratio:
     def __init__(self, weight: Tensor) -> None:
         self.usable = weight > 0
         self.weight = weight
-        self._parts: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._parts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, total: Tensor) -> Tensor:
-        wide = _sum_dtype(total.dtype)
+        w, _, zero = self._in(_sum_dtype(total.dtype))
+        return torch.where(self.usable, total.to(w.dtype) / w, zero).to(total.dtype)
+
+    def by_reciprocal(self, total: Tensor) -> Tensor:
+        """The same, multiplied by ``1 / weight``.
+
+        XLA computes a product again wherever it is needed, and keeps a quotient, which for
+        gradients would be in memory beside the accumulators.
+        """
+        w, reciprocal, zero = self._in(_sum_dtype(total.dtype))
+        return torch.where(self.usable, total.to(w.dtype) * reciprocal, zero).to(total.dtype)
+
+    def _in(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         if wide not in self._parts:
             w = self.weight.to(wide)
             one, zero = w.new_ones(()), w.new_zeros(())
-            self._parts[wide] = torch.where(self.usable, w, one), zero
-        w, zero = self._parts[wide]
-        return torch.where(self.usable, total.to(wide) / w, zero).to(total.dtype)
+            usable = torch.where(self.usable, w, one)
+            self._parts[wide] = usable, one / usable, zero
+        return self._parts[wide]
 
 
 def _acc_dtype(dtype: torch.dtype, asked: torch.dtype) -> torch.dtype:
