@@ -14,6 +14,7 @@ from pathlib import Path
 
 from funcacc.bench import compare
 from funcacc.bench.work import WORK
+from funcacc.cli import plot
 from funcacc.cli.errors import OneLineParser, RunError
 
 JAX = ("0.7.1", "latest")
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
             (asked.out / "bench.json").write_text(json.dumps([r._asdict() for r in rows], indent=1))
     text = f"{_where()}\n\n{compare.markdown(rows)}"
     (asked.out / "bench.md").write_text(text)
+    plot.comparison([r._asdict() for r in rows], asked.out / "bench.svg")
     print(text)
     return 0
 

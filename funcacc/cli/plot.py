@@ -75,6 +75,42 @@ def curves(metrics: Metrics, builds: Sequence[int], size: tuple[float, float]) -
     return file.getvalue()
 
 
+def comparison(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw step time and memory over the number of microbatches, a column for each work.
+
+    Args:
+        rows: of `funcacc bench`, as dicts.
+        path: Where to put the SVG.
+    """
+    good = [r for r in rows if not r["failure"]]
+    works, peers = (list(dict.fromkeys(r[k] for r in good)) for k in ("work", "peer"))
+    figure = Figure(figsize=(3.2 * len(works), 6), layout="constrained")
+    panels = figure.subplots(2, len(works), squeeze=False, sharex=True)
+    for column, work in enumerate(works):
+        for i, peer in enumerate(peers):
+            own = [r for r in good if (r["work"], r["peer"]) == (work, peer)]
+            style = {"marker": "o", "markersize": 3, "color": f"C{i}", "label": peer}
+            style["linewidth"] = 2 if peer == peers[0] else 1
+            counts = [r["microbatches"] for r in own]
+            panels[0, column].plot(counts, [r["step"][1] for r in own], **style)
+            sized = [r for r in own if r["program_bytes"]]
+            counts = [r["microbatches"] for r in sized]
+            panels[1, column].plot(counts, [r["program_bytes"] / 2**20 for r in sized], **style)
+        panels[0, column].set_title(work, fontsize="medium")
+        panels[1, column].set_xlabel("microbatches")
+        for axes in panels[:, column]:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            _plain(axes)
+    panels[0, 0].set_ylabel("step (ms)")
+    panels[1, 0].set_ylabel("program (MiB)")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    with matplotlib.rc_context({"svg.hashsalt": "funcacc"}):
+        write_atomically(
+            path, lambda file: figure.savefig(file, format="svg", metadata={"Date": None})
+        )
+
+
 def _numbered(builds: Sequence[int]) -> dict[int, str]:
     at: dict[int, list[str]] = {}
     for i, step in enumerate(builds, 1):

@@ -24,6 +24,7 @@ def test_bench_compares_processes_and_writes_tables(tmp_path, capsys):
     table = (tmp_path / "bench.md").read_text()
     assert table in capsys.readouterr().out
     assert table.count("\n| 2 | ") == 2
+    assert (tmp_path / "bench.svg").read_text().count("small-mlp") >= 1
 
 
 def test_a_peer_that_fails_is_a_row_that_says_why():
