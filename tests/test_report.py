@@ -8,7 +8,6 @@ from torch import nn
 
 import funcacc
 from funcacc.engines import dump
-from funcacc.engines.xla import private
 from funcacc.errors import EngineError, StateError
 from funcacc.report import Need
 
@@ -83,6 +82,7 @@ def test_accumulators_are_as_wide_as_asked():
     assert sum(own) == 8 * TRAINED
 
 
+@pytest.mark.xla
 def test_the_compilers_account_of_a_program():
     """Inputs once, and no other memory for the state."""
     step = make("xla")
@@ -150,8 +150,11 @@ def test_html_escapes_what_users_name_and_needs_nothing_from_elsewhere():
     assert "http" not in html and "url(" not in html and "src=" not in html
 
 
+@pytest.mark.xla
 def test_a_leaf_that_is_copied_is_named(monkeypatch):
     """A donor that the program doesn't take: the step is taken, and it's an error."""
+    from funcacc.engines.xla import private
+
     # Other options, for torch_xla may have compiled the same program before.
     step = make("xla", clip_value=0.5)
     real = private.donation
@@ -186,20 +189,23 @@ def full(*_args, **_kwargs):
 
 
 PLACES = {
-    "compile": (private, "compile_cached", "compile"),
-    "upload": ("engine", "move", "run"),
-    "copies": (private, "copies", "get ready"),
-    "run": (private, "run_cached", "run"),
+    "compile": ("compile_cached", "compile"),
+    "upload": ("move", "run"),
+    "copies": ("copies", "get ready"),
+    "run": ("run_cached", "run"),
 }
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("place", PLACES)
 def test_out_of_memory_says_what_takes_it_and_what_to_change(place, monkeypatch):
+    from funcacc.engines.xla import private
+
     step = make("xla")
-    owner, name, doing = PLACES[place]
+    name, doing = PLACES[place]
     before = {k: v.cpu().clone() for k, v in step.model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr(step._engine if owner == "engine" else owner, name, full)
+        patch.setattr(step._engine if place == "upload" else private, name, full)
         with pytest.raises(EngineError) as e:
             step(WINDOW)
     text = str(e.value)
@@ -213,7 +219,10 @@ def test_out_of_memory_says_what_takes_it_and_what_to_change(place, monkeypatch)
     step(WINDOW)
 
 
+@pytest.mark.xla
 def test_out_of_memory_after_the_dispatch_names_the_checkpoint(monkeypatch, tmp_path):
+    from funcacc.engines.xla import private
+
     step = make("xla")
     step(WINDOW)
     parts = {"model": step.model, "opt": step.opt, "step": step}
