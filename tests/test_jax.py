@@ -150,3 +150,10 @@ def test_what_cant_be_lowered_is_refused_before_anything_ran():
     with pytest.raises(EngineError, match=r"no form of .*aten\._cdist_forward"):
         funcacc.train_step(model, opt, [torch.randn(3, 2)], lambda m, x: torch.cdist(m(x), x).sum())
     assert torch.equal(model.weight, before)
+
+
+def test_a_mesh_is_refused_with_the_reason():
+    model, opt, _ = setting()
+    reason = "engine 'jax' runs on one device, because its state lies where PyTorch reads it"
+    with pytest.raises(EngineError, match=f'{reason}; leave mesh out, or use "xla"'):
+        funcacc.TrainStep(model, opt, loss_fn, engine="jax", mesh=object())

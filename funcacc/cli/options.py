@@ -74,8 +74,9 @@ def parse(argv: Sequence[str]) -> TrainOptions:
     elif warmup > options["steps"]:
         raise UsageError(f"--warmup {warmup} is longer than --steps {options['steps']}")
     mesh = options["mesh"] or {}
-    if mesh and options["engine"] == "eager":
-        raise UsageError("--mesh needs --engine xla: the eager engine runs on one device")
+    if mesh and options["engine"] in ("eager", "jax"):
+        name = options["engine"]
+        raise UsageError(f"--mesh needs --engine xla: the {name} engine runs on one device")
     if options["microbatch_size"] % meshes.rows(mesh):
         raise UsageError(
             f"--microbatch-size {options['microbatch_size']} can't be cut into "

@@ -105,7 +105,8 @@ def get_engine(name: str, device: torch.device, mesh: Any = None) -> Engine:
 
         return XlaEngine(device, mesh)
     if mesh is not None:
-        raise EngineError(f'engine {name!r} runs on one device; leave mesh out, or use "xla"')
+        why = ", because its state lies where PyTorch reads it" if name == "jax" else ""
+        raise EngineError(f'engine {name!r} runs on one device{why}; leave mesh out, or use "xla"')
     if name == "jax":
         from funcacc.engines.jax import JaxEngine
 
