@@ -1,10 +1,12 @@
 """What a user holds beside the model survives donation; aliases keep following."""
 
 import copy
+import io
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import funcacc
 from tests.oracle import plain_step
@@ -110,6 +112,75 @@ def test_a_parameter_filled_from_another_model_gives_that_model_back_unharmed(en
         s.model.weight.copy_(source.weight)
     s.advance(2)
     torch.testing.assert_close(source.weight.detach().cpu(), want)
+
+
+def test_what_users_hold_through_many_steps(engine):
+    """State dicts and rows follow, also what is written to them; averages and files don't."""
+    s = Setting(engine)
+    model, opt, ref, ref_opt = s.model, s.opt, s.ref, s.ref_opt
+    averages = [AveragedModel(m) for m in (model, ref)]
+    early = [m.weight.detach()[1] for m in (model, ref)]
+    s.advance()
+    held = [[m.state_dict(), o.state_dict()] for m, o in ((model, opt), (ref, ref_opt))]
+    file = io.BytesIO()
+    torch.save(model, file)
+    saved = copy.deepcopy(ref.state_dict())
+    for average, m in zip(averages, (model, ref), strict=True):
+        average.update_parameters(m)
+    for row in early:
+        row.mul_(0.5)
+    s.advance()
+    for average, m in zip(averages, (model, ref), strict=True):
+        average.update_parameters(m)
+    s.advance()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).state_dict()
+    ours = [held[0], averages[0].state_dict(), early[0], loaded, model.state_dict()]
+    wanted = [held[1], averages[1].state_dict(), early[1], saved, ref.state_dict()]
+    ours, wanted = (funcacc.trees.flatten(x)[0] for x in (ours, wanted))
+    for value, want in zip(ours, wanted, strict=True):
+        if isinstance(want, torch.Tensor):
+            torch.testing.assert_close(value.detach().cpu(), want.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_over_parameters_knows_that_a_step_was_taken(engine):
+    """As in plain PyTorch: gradients taken before a step are right, later ones are refused."""
+    s = Setting(engine)
+    x = torch.randn(4, 3)
+    graphs = []
+    for m in (s.model, s.ref):
+        hidden = m(x.to(m.weight.device)).square()
+        graphs.append((hidden.sum(), (hidden @ m.weight).sum(), m.weight))
+    (first, late, weight), (ref_first, ref_late, ref_weight) = graphs
+    (early,) = torch.autograd.grad(first, [weight], retain_graph=True)
+    (want,) = torch.autograd.grad(ref_first, [ref_weight], retain_graph=True)
+    s.advance()
+    torch.testing.assert_close(early.cpu(), want, rtol=1e-4, atol=1e-5)
+    for loss in (late, ref_late):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_two_models_with_a_common_module(engine):
+    """Each with an optimizer of its own, in turns: a step of one isn't lost on the other."""
+    shared, heads = nn.Linear(3, 4), [nn.Linear(4, n) for n in (2, 1)]
+    refs = [nn.Sequential(shared, h) for h in heads]
+    models = [m.to(funcacc.device(engine)) for m in copy.deepcopy(refs)]
+    assert models[0][0] is models[1][0]
+    opts, ref_opts = (
+        [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in pair]
+        for pair in (models, refs)
+    )
+    steps = [funcacc.TrainStep(m, o, loss_fn) for m, o in zip(models, opts, strict=True)]
+    for _ in range(3):
+        for step, ref, opt in zip(steps, refs, ref_opts, strict=True):
+            batches = [torch.randn(4, 3) for _ in range(2)]
+            plain_step(ref, opt, loss_fn, batches)
+            step(batches)
+    for step, model, ref in zip(steps, models, refs, strict=True):
+        assert step.report().compiles == 1
+        for p, q in zip(model.parameters(), ref.parameters(), strict=True):
+            torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_without_donation_the_numbers_are_the_same(engine):

@@ -247,7 +247,8 @@ def test_memory_of_the_host_is_memory_too():
         return model(x).mean()
 
     model = nn.Linear(3, 2)
-    step = funcacc.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = funcacc.TrainStep(model, opt, loss_fn, engine="eager")
     step([torch.ones(4, 3)])
     program = step.programs[0]
     program.graph.module.forward = lambda *a: torch.empty(2**60)

@@ -14,7 +14,7 @@ from funcacc.cli.errors import OneLineParser, UsageError
 from funcacc.files import write_atomically
 
 STYLE = """
-body { margin: 0 auto; padding: 1em; max-width: 66em; background: #fff; color: #1b1b1b;
+body { margin: 0 auto; padding: 1em; max-width: 72em; background: #fff; color: #1b1b1b;
   font: 15px/1.45 system-ui, sans-serif; }
 h1 { font-size: 1.5em; margin: .2em 0 .6em; overflow-wrap: anywhere; }
 body > h2 { font-size: 1.15em; margin: 1.6em 0 .5em; }

@@ -208,8 +208,9 @@ class XlaEngine:
                 private.clear_pending(self.device)
 
     def assign(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Exchange buffers."""
+        """Exchange buffers; a graph that has saved the old values can't go backward any more."""
         private.rebind_all(targets, values)
+        torch.autograd.graph.increment_version(targets)
         self._settled = private.tensors_made_elsewhere()
 
     def settle(self) -> None:
