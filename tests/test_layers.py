@@ -106,6 +106,8 @@ ORDER = [
     "shard_files",
     "shards",
     "sharding",
+    "integrations.transformers",
+    "integrations",
     "",
     "cli",
 ]

@@ -1,0 +1,1 @@
+"""Trainers of other libraries on funcacc; `import funcacc` imports nothing of this."""
