@@ -56,7 +56,7 @@ class WindowsMixin:
             raise OptionError(
                 f"mixed_precision={accelerator.mixed_precision!r} and distributed_type="
                 f"{str(accelerator.distributed_type)!r} of the trainer's accelerator change the "
-                "training step behind the trainer; leave bf16, fp16, fsdp and deepspeed out and set "
+                "training step behind the trainer; leave bf16, fp16, fsdp and deepspeed out; set "
                 "window_options = {'compute_dtype': torch.bfloat16} for mixed precision"
             )
         # Already clipped, in the program.
