@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcacc import failures, guard
@@ -114,7 +116,7 @@ class Dispatch:
         first = compiled.program not in self.programs
         with guard.deferred():
             try:
-                values = [*targets, *others]
+                values = [*targets, *self._apart(targets, list(others))]
                 self.engine.settle()
                 before = self.engine.addresses(targets) if first and self.donate else None
                 outputs = compiled.program(values)
@@ -136,6 +138,27 @@ class Dispatch:
         if id(compiled.program) in self._copying:
             raise self._copying[id(compiled.program)]
         return outputs[n:]
+
+    def _apart(self, targets: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+        """Give the program copies of what it reads where that lies in the memory of the state.
+
+        Such are a buffer that is a view of a parameter, and what a loss has closed over by
+        ``.detach()``.
+        """
+        if not self.donate:
+            return others
+        held = storages(others)
+        # The tensor and the list `held`: what isn't the state itself has no alias.
+        shared = max(map(_uses, held), default=0) > 2
+        if not shared and set(map(id, others)).isdisjoint(map(id, targets)):
+            return others
+        taken = set(map(_address, storages(targets)))
+        found = [i for i, s in enumerate(held) if s._cdata in taken]
+        if not found:
+            return others
+        for i, copy in zip(found, self.engine.copies([others[i] for i in found]), strict=True):
+            others[i] = copy
+        return others
 
     def _look(self, outputs: Sequence[Tensor]) -> None:
         """Wait for a program that runs for the first time, which is when memory runs out."""
@@ -159,6 +182,14 @@ class Dispatch:
         copied = [x for x, taken in pairs if not taken and x.spec.nbytes]
         if self.donate and copied:
             self._copying[id(compiled.program)] = failures.copied(copied)
+
+
+_address = attrgetter("_cdata")
+
+
+def _uses(storage: Any) -> int:
+    """How many tensors and Python objects hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def storages(tensors: Sequence[Tensor]) -> list[Any]:

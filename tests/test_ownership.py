@@ -161,6 +161,58 @@ def test_a_graph_over_parameters_knows_that_a_step_was_taken(engine):
             loss.backward()
 
 
+class Following(nn.Module):
+    """What it reads besides its weights are those weights: whole, a row, and frozen."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.layer.weight = weight
+        self.register_buffer("whole", weight.detach())
+        self.register_buffer("row", weight.detach()[1])
+        self.frozen = nn.Parameter(weight.detach(), requires_grad=False)
+
+    def forward(self, x):
+        # Copies, since the plain loop writes into what it would have saved for its gradient.
+        y = torch.tanh(self.layer(x)) @ self.whole.clone() * self.row.clone()
+        return torch.tanh(y + x @ self.frozen.clone())
+
+
+def test_a_program_may_read_what_lies_in_the_memory_of_the_state(engine):
+    """Buffers, frozen parameters, closures and windows: as they are before each step."""
+    weights = torch.randn(3, 3)
+    pairs = []
+    for device in (funcacc.device(engine), torch.device("cpu")):
+        model = Following(nn.Parameter(weights.to(device)))
+        model.layer.bias = nn.Parameter(torch.zeros(3, device=device))
+        opt = torch.optim.SGD([model.layer.weight], lr=0.02, momentum=0.9)
+        pairs.append((model, opt))
+    (model, opt), (ref, ref_opt) = pairs
+
+    def closing_over(weight):
+        closed = weight.detach()
+        return lambda m, x: (m(x).square() + (m.layer.weight * closed.clone()).sum()).mean()
+
+    def by_rows(m, x):
+        return m(x[None]).square().mean()
+
+    step = funcacc.TrainStep(model, opt, closing_over(model.layer.weight))
+    rows = funcacc.TrainStep(model, opt, by_rows)
+    ref_loss = closing_over(ref.layer.weight)
+    for _ in range(3):
+        batches = [torch.randn(4, 3) for _ in range(2)]
+        plain_step(ref, ref_opt, ref_loss, batches)
+        step(batches)
+        plain_step(ref, ref_opt, by_rows, list(ref.layer.weight.detach().clone()))
+        rows(funcacc.Window(model.layer.weight.detach(), 3))
+        momentum = ref_opt.state[ref.layer.weight]["momentum_buffer"].clone()
+        plain_step(ref, ref_opt, by_rows, list(momentum))
+        rows(funcacc.Window(opt.state[model.layer.weight]["momentum_buffer"], 3))
+    for key, want in ref.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key].cpu(), want, rtol=1e-4, atol=1e-5)
+    assert step.report().donated_leaves == step.report().state_leaves
+
+
 def test_two_models_with_a_common_module(engine):
     """Each with an optimizer of its own, in turns: a step of one isn't lost on the other."""
     shared, heads = nn.Linear(3, 4), [nn.Linear(4, n) for n in (2, 1)]

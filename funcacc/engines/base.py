@@ -117,6 +117,10 @@ class Engine(Protocol):
         """
         ...
 
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of device tensors in buffers of their own, lying as the tensors do."""
+        ...
+
     def compile(self, graph: Graph, donate: int) -> Program:
         """Build a program.
 

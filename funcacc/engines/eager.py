@@ -88,6 +88,10 @@ class EagerEngine:
                 t.data = t.data.clone()
             seen.add(storage)
 
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Clones."""
+        return [t.detach().clone() for t in tensors]
+
     def compile(self, graph: Graph, donate: int) -> EagerProgram:
         """Keep the graph."""
         return EagerProgram(graph, donate, self.device)

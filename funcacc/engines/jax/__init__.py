@@ -166,6 +166,10 @@ class JaxEngine:
             elif self._memory.slot(t) is None and not _held_elsewhere(storage):
                 t.data = self.put(t)
 
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Clones."""
+        return [t.detach().clone() for t in tensors]
+
     def compile(self, graph: Graph, donate: int) -> JaxProgram:
         """Lower; `prepare` compiles."""
         with guard.lock:

@@ -197,6 +197,11 @@ class XlaEngine:
             for group in _groups([t for t in tensors if t.numel() > 1]):
                 private.rebind_all(group, private.copies(group, private.op_shardings(group)))
 
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Clones, made real by a sync."""
+        with guard.lock:
+            return private.copies(tensors, private.op_shardings(tensors))
+
     def compile(self, graph: Graph, donate: int) -> XlaProgram:
         """Lower; `prepare` compiles."""
         with guard.lock:
