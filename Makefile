@@ -11,6 +11,9 @@ TESTS := $(addprefix tests/test_,$(addsuffix .py,jax engines train families owne
 else
 VENV := .venv
 TESTS :=
+# JAX beside torch_xla, for the tests of both: the jax engine's run in a process of their own.
+BESIDE := $(VENV)/.beside
+BESIDE_TESTS := $(addprefix tests/test_,jax.py crossing.py)
 endif
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -44,14 +47,20 @@ $(INSTALLED): pyproject.toml constraints/$(ENGINE).txt
 	  -c constraints/$(ENGINE).txt -e '.[$(ENGINE),hf,dev]'
 	@touch $@
 
+.venv/.beside: $(INSTALLED) constraints/jax-beside-xla.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints/xla.txt -c constraints/jax-beside-xla.txt -e '.[jax]'
+	@touch $@
+
 demo: $(INSTALLED)
 	$(BIN)/funcacc train --engine $(ENGINE) --out runs/demo$(if $(filter jax,$(ENGINE)),-jax) --resume $(DEMO_ARGS)
 
 test: $(TESTED)
 	@echo 'The tests passed for the files as they are; "make retest" runs them again.'
 
-$(TESTED): $(INSTALLED) $(TESTS_READ)
+$(TESTED): $(INSTALLED) $(BESIDE) $(TESTS_READ)
 	$(BIN)/python -m pytest $(TEST_PROCESSES) $(TESTS)
+	$(if $(BESIDE),FUNCACC_TEST_ENGINES=jax $(BIN)/python -m pytest $(TEST_PROCESSES) $(BESIDE_TESTS))
 	@touch $@
 
 retest: $(INSTALLED)

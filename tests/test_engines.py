@@ -6,7 +6,8 @@ import torch
 import funcacc
 from funcacc import rng
 from funcacc.capture.trace import capture
-from funcacc.engines import get_engine
+from funcacc.engines import get_engine, pairs
+from funcacc.errors import EngineError
 from funcacc.types import TensorSpec
 
 F32, I32 = torch.float32, torch.int32
@@ -115,3 +116,52 @@ def test_jit_donates_by_position(engine):
     assert len(traces) == 1
     with pytest.raises(funcacc.FuncaccError, match=r"args\[0\] is donated"):
         funcacc.jit(lambda a: a.sum(), donate_argnums=(0,))(torch.ones(2).to(device))
+
+
+@pytest.mark.parametrize("torch_, torch_xla, jax, _constraints", pairs.TESTED)
+def test_tested_versions_go_together(torch_, torch_xla, jax, _constraints):
+    assert torch_xla is None or pairs.broken_xla(torch_, torch_xla) is None
+    assert pairs.broken_jax(jax, jax) is None
+
+
+@pytest.mark.parametrize(
+    "broken, reason, cure",
+    [
+        (
+            pairs.broken_xla("2.13.0", "2.9.0"),
+            "torch_xla 2.9.0 loads with torch 2.9 only, and this is 2.13.0",
+            "pip install torch==2.9.0 torch_xla==2.9.0  (or, for engine 'jax' alone: pip uninstall",
+        ),
+        (
+            pairs.broken_xla("2.8.0", "2.8.1"),
+            "torch_xla 2.8.1 was not tested; 2.9 is",
+            "pip install torch==2.9.0 torch_xla==2.9.0",
+        ),
+        (
+            pairs.broken_jax("0.7.1", "0.10.2"),
+            "jax 0.7.1 doesn't go with jaxlib 0.10.2; they need one version",
+            'pip install "jax==0.7.1" "jaxlib==0.7.1"',
+        ),
+        (
+            pairs.broken_jax("0.10.2", None),
+            "jax 0.10.2 is installed without jaxlib",
+            'pip install "jax==0.10.2" "jaxlib==0.10.2"',
+        ),
+        (
+            pairs.broken_jax("0.5.3", "0.5.3"),
+            "jax 0.5.3 is too old; 0.6.2 is the oldest tested",
+            'pip install "jax>=0.6.2"',
+        ),
+    ],
+)
+def test_broken_pairs_are_named_with_the_cure(broken, reason, cure):
+    assert broken.reason == reason and broken.cure.startswith(cure)
+
+
+def test_a_broken_pair_is_refused_before_it_is_imported(monkeypatch):
+    """As `importlib.metadata` tells of it; the module that would be imported isn't there."""
+    versions = {"jax": "0.7.1", "jaxlib": "0.10.2"}
+    monkeypatch.setattr(pairs, "version", versions.get)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(EngineError, match=r"jaxlib 0\.10\.2; .* install it by: pip install"):
+        get_engine("jax", torch.device("cpu"))

@@ -51,6 +51,7 @@ ORDER = [
     "optimizers.functional",
     "optimizers",
     "engines.base",
+    "engines.pairs",
     "engines.dump",
     "engines.eager",
     "engines.xla.private",

@@ -32,7 +32,7 @@ class Run:
     def __init__(self, engine, name, seed=7):
         self.model = net().to(funcacc.device(engine))
         self.opt = OPTIMIZERS[name](self.model)
-        self.step = funcacc.TrainStep(self.model, self.opt, loss_fn, seed=seed)
+        self.step = funcacc.TrainStep(self.model, self.opt, loss_fn, engine=engine, seed=seed)
 
     def parts(self):
         parts = {"model": self.model, "step": self.step}

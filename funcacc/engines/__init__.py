@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcacc.engines import pairs
 from funcacc.engines.base import Engine
 from funcacc.engines.eager import EagerEngine
 from funcacc.errors import EngineError
@@ -30,11 +31,6 @@ class EngineInfo(NamedTuple):
     reason: str
 
 
-_INSTALL_XLA = "pip install torch==2.9.0 torch_xla==2.9.0"
-_INSTALL_JAX = 'pip install "jax>=0.6.2"'
-_OLDEST_JAX = (0, 6)
-
-
 def engines() -> dict[str, EngineInfo]:
     """The engines that funcacc has, and whether they are installed.
 
@@ -46,33 +42,29 @@ def engines() -> dict[str, EngineInfo]:
         >>> funcacc.engines()["eager"].installed
         True
     """
-    return {"eager": EngineInfo(True, "", ""), "xla": _xla_info(), "jax": _jax_info()}
+    return {"eager": EngineInfo(True, "", ""), **{n: _info(n) for n in _PACKAGES}}
 
 
-def _xla_info() -> EngineInfo:
-    if importlib.util.find_spec("torch_xla") is None:
-        return EngineInfo(False, _INSTALL_XLA, "torch_xla is not installed")
+_PACKAGES = {"xla": ("torch_xla", pairs.INSTALL_XLA), "jax": ("jax", pairs.INSTALL_JAX)}
+
+
+def _info(name: str) -> EngineInfo:
+    package, install = _PACKAGES[name]
+    if importlib.util.find_spec(package) is None:
+        return EngineInfo(False, install, f"{package} is not installed")
+    found = pairs.version(package)
+    if found is None:
+        return EngineInfo(False, install, f"{package} is there, but not as an installed package")
+    if name == "xla":
+        broken = pairs.broken_xla(torch.__version__.split("+")[0], found)
+    else:
+        broken = pairs.broken_jax(found, pairs.version("jaxlib"))
+    if broken is not None:
+        return EngineInfo(False, broken.cure, broken.reason)
     try:
-        import torch_xla
+        importlib.import_module(package)
     except Exception as e:
-        return EngineInfo(False, _INSTALL_XLA, f"torch_xla can't be imported: {e}")
-    if not torch_xla.__version__.startswith("2.9."):
-        reason = f"torch_xla {torch_xla.__version__} was not tested; 2.9 is"
-        return EngineInfo(False, _INSTALL_XLA, reason)
-    return EngineInfo(True, "", "")
-
-
-def _jax_info() -> EngineInfo:
-    if importlib.util.find_spec("jax") is None:
-        return EngineInfo(False, _INSTALL_JAX, "jax is not installed")
-    version = importlib.metadata.version("jax")
-    if tuple(map(int, version.split(".")[:2])) < _OLDEST_JAX:
-        reason = f"jax {version} is too old; {'.'.join(map(str, _OLDEST_JAX))} was tested"
-        return EngineInfo(False, _INSTALL_JAX, reason)
-    try:
-        import jax  # noqa: F401
-    except Exception as e:
-        return EngineInfo(False, _INSTALL_JAX, f"jax can't be imported: {e}")
+        return EngineInfo(False, install, f"{package} can't be imported: {e}")
     return EngineInfo(True, "", "")
 
 
@@ -127,9 +119,11 @@ def require(name: str) -> None:
     Raises:
         EngineError: for an unknown or missing one, with the command that installs it.
     """
-    if name not in engines():
+    if name == "eager":
+        return
+    if name not in _PACKAGES:
         raise EngineError(f"there is no engine {name!r}; choose from 'auto', 'eager', 'xla', 'jax'")
-    info = engines()[name]
+    info = _info(name)
     if not info.installed:
         raise EngineError(f"engine {name!r}: {info.reason}; install it by: {info.install}")
 
@@ -153,7 +147,7 @@ def device(engine: str = "auto") -> torch.device:
         device(type='cpu')
     """
     if engine == "auto":
-        engine = "xla" if engines()["xla"].installed else "eager"
+        engine = "xla" if _info("xla").installed else "eager"
     if engine == "eager":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     get_engine(engine, torch.device("xla" if engine == "xla" else "cpu"))
