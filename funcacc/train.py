@@ -172,6 +172,10 @@ class TrainStep:
                 f"a TrainStep is called while a loss function or a loop is traced, at "
                 f"{user_line()}; take the step outside of it"
             )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                f"a TrainStep is called inside torch.func, at {user_line()}; take it outside of it"
+            )
         # Tensors made in inference mode can't become the parameters' values.
         with guard.lock, torch.inference_mode(False):
             self._dispatch.check(lambda: by_path(self.model, self._opt(), self._rng, self._step))

@@ -82,6 +82,23 @@ def step_inside_a_loss(engine):
     take(model, loss=lambda m, x: (inner(BATCHES), loss_fn(m, x))[1])
 
 
+def step_inside_a_transform(engine):
+    model = linear(engine)
+    step = funcacc.TrainStep(model, sgd(model.parameters()), loss_fn)
+    torch.func.vmap(lambda x: step([x]).loss)(torch.ones(2, 4, 3))
+
+
+def state_of_another_model(engine):
+    model = linear(engine)
+    opt = torch.optim.Adam(model.parameters())
+    opt.state[model.weight] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.zeros(5, 3, device=model.weight.device),
+        "exp_avg_sq": torch.zeros_like(model.weight),
+    }
+    take(model, opt)
+
+
 def frozen(engine):
     take(linear(engine).requires_grad_(False))
 
@@ -120,6 +137,17 @@ MISUSES = {
     ),
     "moved": (moved_afterwards, ModelError, r"buffers\['running_var'\] is on meta, but the step"),
     "inference": (made_in_inference_mode, ModelError, "'weight' was made under torch.inference_mo"),
+    "transform": (
+        step_inside_a_transform,
+        CaptureError,
+        r"torch.func, at .*misuse.py:\d+",
+    ),
+    "state": (
+        state_of_another_model,
+        OptimizerError,
+        r"Adam's step fails \(.*\) .*opt_state\['weight'\]\['exp_avg'\] is float32\[5,3\], for a "
+        r"parameter float32\[2,3\]. Load a state",
+    ),
     "nested": (step_inside_a_loss, CaptureError, r"called while a loss .* at .*test_misuse.py:\d+"),
 }
 

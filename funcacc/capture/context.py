@@ -7,6 +7,7 @@ gets the same program. Two modes and a few patches make that invisible to it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from funcacc.errors import CaptureError, user_line
 
 functorch = torch._C._functorch
 _CPU = torch.device("cpu")
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 _FACTORIES = _device_constructors()
 _MOVES = {torch.Tensor.cuda, getattr(torch.Tensor, "xla", torch.Tensor.cuda)}
 _HOST_ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__}
@@ -350,6 +352,9 @@ def tracing(device_type: str = "cpu", *, in_loop: bool = False) -> Iterator[Trac
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_surrounding_autocast(device_type))
             stack.enter_context(torch.enable_grad())
+            # What it writes pages about is also raised.
+            stack.callback(setattr, _fake_log, "disabled", _fake_log.disabled)
+            _fake_log.disabled = True
             # transformers (and others) leave their host reads out of a compiled program.
             stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", _compiling))
             # Checkpointing rewinds the generator by these two before it recomputes.

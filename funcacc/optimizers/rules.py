@@ -107,17 +107,30 @@ def trace_rule(
         if isinstance(first, OptimizerError):
             raise
         if live == everything:
-            raise _located(first, opt) from first
+            raise _located(first, opt, roles) from first
         try:
             return _trace(opt, groups, roles, numbers, frozenset(live))
         except Exception:
-            raise _located(first, opt) from first
+            raise _located(first, opt, roles) from first
 
 
-def _located(error: Exception, opt: torch.optim.Optimizer) -> Exception:
+def _located(error: Exception, opt: torch.optim.Optimizer, roles: Sequence[Role]) -> Exception:
     """The error with the optimizer's own line, which may be in an installed package."""
     if not isinstance(error, CaptureError):
-        return error
+        odd = [
+            f"opt_state[{r.name!r}]{path} is {x}, for a parameter {r.spec}"
+            for r in roles
+            for path, x in zip(trees.spec_paths(r.tree, ""), r.leaves, strict=True)
+            if isinstance(x, TensorSpec) and x.shape not in ((), r.spec.shape)
+        ]
+        if not odd:
+            return error
+        text = str(error).partition("\n")[0]
+        return OptimizerError(
+            f"{type(opt).__name__}'s step fails ({text}) with this state, which may belong to "
+            f"another parameter: {'; '.join(odd)}. Load a state of this optimizer for this model, "
+            "or empty opt.state"
+        )
     where = package_line(error.__traceback__)
     return OptimizerError(
         f"{type(opt).__name__} can't be part of a compiled step: at {where} it needs a value on "
