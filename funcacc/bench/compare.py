@@ -95,8 +95,8 @@ class Row(NamedTuple):
         ratio: funcacc's time divided by this peer's: median over the rounds.
         host: milliseconds until the call returns, median.
         programs: compiled in 50 steps with a schedule, the last window shorter.
-        program_bytes: all buffers of the largest program, as XLA assigned them.
-        instructions: of the largest program before optimisation.
+        program_bytes: all buffers of the program with the most instructions, as XLA assigned them.
+        instructions: of that program, before optimisation.
         peak_bytes: peak resident set of the process.
         version: of the library.
         failure: why there are no figures.

@@ -13,7 +13,7 @@ from funcacc.report import Need
 
 
 class Dumped(NamedTuple):
-    """Figures of the largest program of a process.
+    """Figures of the program of a process that has the most instructions.
 
     Attributes:
         need: all buffers, as XLA assigned them.
@@ -36,11 +36,16 @@ def dumped(run: Callable[[dict[str, str]], None]) -> Dumped | None:
     with tempfile.TemporaryDirectory() as folder:
         flags = os.environ.get("XLA_FLAGS", "")
         run({"XLA_FLAGS": f"{flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()})
-        needs = [need(p.read_text()) for p in Path(folder).glob("*buffer-assignment.txt")]
-        counts = [
-            _instructions(p.read_text()) for p in Path(folder).glob("*before_optimizations.txt")
-        ]
-    return Dumped(max(needs), max(counts)) if needs and counts else None
+        found = []
+        for hlo in Path(folder).glob("*before_optimizations.txt"):
+            stem = str(hlo).removesuffix("before_optimizations.txt")
+            # Not the largest: copying a state takes more than a step of it.
+            for assignment in Path(folder).glob(f"{Path(stem).name}*buffer-assignment.txt"):
+                found.append((_instructions(hlo.read_text()), need(assignment.read_text())))
+    if not found:
+        return None
+    instructions, needed = max(found)
+    return Dumped(needed, instructions)
 
 
 _ALLOCATION = re.compile(r"^allocation \d+: .*?size (\d+), (.*)$", re.MULTILINE)
