@@ -2,8 +2,8 @@
 
     python benchmarks/page.py OUT [OUT ...]
 
-Each OUT is a folder of ``funcacc bench --out OUT``; rows of the same work, K and peer in a later one
-replace those of an earlier one.
+Each OUT is a folder of ``funcacc bench --out OUT``; rows of the same work, K and peer in a later
+one replace those of an earlier one.
 """
 
 from __future__ import annotations
