@@ -84,6 +84,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     good = [r for r in rows if not r["failure"]]
     works, peers = (list(dict.fromkeys(r[k] for r in good)) for k in ("work", "peer"))
+    ticks = sorted({r["microbatches"] for r in good})
     figure = Figure(figsize=(3.2 * len(works), 6), layout="constrained")
     panels = figure.subplots(2, len(works), squeeze=False, sharex=True)
     for column, work in enumerate(works):
@@ -100,7 +101,10 @@ def comparison(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panels[1, column].set_xlabel("microbatches")
         for axes in panels[:, column]:
             axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [str(k) for k in ticks])
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
             _plain(axes)
     panels[0, 0].set_ylabel("step (ms)")
     panels[1, 0].set_ylabel("program (MiB)")
