@@ -113,6 +113,7 @@ class Calls:
         model = self._model()
         params, buffers = models.parameters(model), models.buffers(model)
         layout, state = compiled.layout, self._opt.leaves()
+        inspection.check_apart({n: params[n] for n in layout.params})
         for path in layout.opt_state:
             # load_state_dict of torch.optim leaves step counts on the CPU.
             if state[path].device.type != self._engine.device.type:

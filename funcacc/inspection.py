@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -76,6 +77,27 @@ def check_placed(model: nn.Module, device: torch.device) -> None:
                 raise ModelError(
                     f"{kind}[{name!r}] is on {t.device}, but the step was made for a model on "
                     f"{device}; move it back, or make optimizer and step after moving the model"
+                )
+
+
+def check_apart(params: Mapping[str, Tensor]) -> None:
+    """Refuse trained parameters that lie in each other's memory: a step would separate them.
+
+    Raises:
+        ModelError: naming two of them.
+    """
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, p in params.items():
+        if p.numel():
+            by_storage.setdefault(p.untyped_storage()._cdata, []).append((name, p))
+    for found in by_storage.values():
+        # Others may lie between each other's elements, as columns of a matrix do.
+        rows = [(p.storage_offset(), p.numel(), n) for n, p in found if p.is_contiguous()]
+        for (start, size, a), (after, _, b) in itertools.pairwise(sorted(rows)):
+            if after < start + size:
+                raise ModelError(
+                    f"params[{a!r}] and params[{b!r}] are two parameters in the same memory; "
+                    "assign one Parameter to both modules to tie them, or clone one of them"
                 )
 
 

@@ -99,6 +99,12 @@ def state_of_another_model(engine):
     take(model, opt)
 
 
+def tied_by_memory(engine):
+    model = nn.Sequential(*(nn.Linear(3, 3).to(funcacc.device(engine)) for _ in range(2)))
+    model[1].weight.data = model[0].weight.data
+    take(model)
+
+
 def frozen(engine):
     take(linear(engine).requires_grad_(False))
 
@@ -141,6 +147,11 @@ MISUSES = {
         step_inside_a_transform,
         CaptureError,
         r"torch.func, at .*misuse.py:\d+",
+    ),
+    "memory": (
+        tied_by_memory,
+        ModelError,
+        r"params\['0.weight'\] and params\['1.weight'\] are two parameters in the same memory; ",
     ),
     "state": (
         state_of_another_model,
