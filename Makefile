@@ -5,11 +5,13 @@
 ENGINE ?= xla
 ifeq ($(ENGINE),jax)
 VENV := .venv-jax
+EXTRAS := jax,hf,dev
 export FUNCACC_TEST_ENGINES := jax
 TESTS := $(addprefix tests/test_,$(addsuffix .py,jax engines train families ownership loops random \
   optimizers remat faults resume saving several))
 else
 VENV := .venv
+EXTRAS := xla,hf,trainer,examples,integrations,docs,dev
 TESTS :=
 # JAX beside torch_xla, for the tests of both: the jax engine's run in a process of their own.
 BESIDE := $(VENV)/.beside
@@ -44,7 +46,7 @@ $(INSTALLED): pyproject.toml constraints/$(ENGINE).txt
 	@test -n '$(PYTHON)' || { echo 'funcacc needs Python 3.10 or newer (python3.11 or python3)' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	  -c constraints/$(ENGINE).txt -e '.[$(ENGINE),hf,dev]'
+	  -c constraints/$(ENGINE).txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 .venv/.beside: $(INSTALLED) constraints/jax-beside-xla.txt

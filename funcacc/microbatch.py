@@ -18,7 +18,7 @@ from funcacc.capture.early import split_early
 from funcacc.capture.graph import Graph, select
 from funcacc.capture.open_loops import open_loops
 from funcacc.capture.open_sums import open_sums
-from funcacc.capture.random import noticing_host_draws
+from funcacc.capture.random import noticing_host_draws, warn_of_host_draws
 from funcacc.capture.rows import Rows
 from funcacc.capture.trace import capture
 from funcacc.default_loss import default_loss
@@ -113,16 +113,22 @@ def trace_microbatch(s: Setting) -> Microbatch:
         CarryError: for a buffer that changes its shape or dtype.
         CaptureError: for code that can't be part of a pure graph.
     """
-    traced = _trace(s, TensorSpec((1,), torch.float32))
+    drawn: set[str] = set()
+    traced = _trace(s, TensorSpec((1,), torch.float32), drawn)
+    if drawn:
+        # An import draws too, but not a second time: jax's does, which torch_xla's marks import.
+        again: set[str] = set()
+        traced = _trace(s, TensorSpec((1,), torch.float32), again)
+        warn_of_host_draws(drawn & again)
     n = len(traced.coefficients)
     if n > 1:
         totals = traced.graph.outputs[traced.slices()["totals"]]
         widest = functools.reduce(torch.promote_types, (t.dtype for t in totals), torch.float32)
-        traced = _trace(s, TensorSpec((n,), widest))
+        traced = _trace(s, TensorSpec((n,), widest), set())
     return traced
 
 
-def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
+def _trace(s: Setting, scales_spec: TensorSpec, drawn: set[str]) -> Microbatch:
     out = Microbatch(list(s.trainable), list(s.frozen), list(s.buffers), scales_spec)
     counts = [len(s.trainable), len(s.frozen), len(s.buffers), 2, len(s.batch)]
     hooks = inspection.gradient_hooks(s.module)
@@ -139,7 +145,7 @@ def _trace(s: Setting, scales_spec: TensorSpec) -> Microbatch:
         names, attributes = inspection.all_names(s.module), inspection.tensor_attributes(s.module)
         with tracing.random.drawing_from(key), model.swapped(s.module, values):
             cast = model.inputs_as(s.module, s.dtype)
-            with cast, noticing_host_draws(), local_statistics(s.groups):
+            with cast, noticing_host_draws(drawn), local_statistics(s.groups):
                 microbatch = trees.unflatten(s.batch_tree, batch)
                 result = (s.loss_fn or default_loss)(s.module, microbatch)
             terms, aux = terms_and_aux(result)

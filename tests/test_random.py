@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -189,3 +190,20 @@ def test_numbers_drawn_on_the_host_are_noticed(engine, draw):
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.warns(UserWarning, match=r"drew random numbers on the host.*torch\.rand"):
         funcacc.train_step(model, opt, [torch.ones(2)], lambda m, x: m.w * float(draw()))
+
+
+def test_an_import_that_draws_on_the_host_is_no_draw_of_the_loss(engine, tmp_path, monkeypatch):
+    (tmp_path / "draws_at_import.py").write_text("import numpy\nnumpy.random.rand()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Weight().to(funcacc.device(engine))
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def loss(model, x):
+        import draws_at_import  # noqa: F401
+
+        return model.w * x.sum()
+
+    try:
+        funcacc.train_step(model, opt, [torch.ones(2)], loss)
+    finally:
+        assert sys.modules.pop("draws_at_import")

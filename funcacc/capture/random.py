@@ -78,16 +78,20 @@ class KeySource:
 
 
 @contextlib.contextmanager
-def noticing_host_draws() -> Iterator[None]:
-    """Warn when Python's or NumPy's generator moves meanwhile: a trace would freeze its numbers."""
+def noticing_host_draws(drawn: set[str]) -> Iterator[None]:
+    """Add to `drawn` the host's generators (Python's, NumPy's) that move meanwhile."""
     before = _host_generators()
     yield
-    moved = [name for name, state in _host_generators().items() if state != before[name]]
-    if moved:
+    drawn.update(name for name, state in _host_generators().items() if state != before[name])
+
+
+def warn_of_host_draws(drawn: set[str]) -> None:
+    """Warn that a trace has frozen the numbers of these generators, as `noticing_host_draws`."""
+    if drawn:
         warnings.warn(
-            f"while the loss function was traced, {' and '.join(moved)} drew random numbers on the "
-            "host. If the loss did that (and not another thread), every microbatch of every step "
-            "gets these same numbers; draw by torch.rand, torch.randint, ... instead",
+            f"while the loss function was traced, {' and '.join(sorted(drawn))} drew random "
+            "numbers on the host. If the loss did that (and not another thread), every microbatch "
+            "of every step gets these same numbers; draw by torch.rand, torch.randint, ... instead",
             stacklevel=2,
         )
 
